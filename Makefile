@@ -1,0 +1,73 @@
+# Needs make, Python 3.11 or newer, and a package index that pip can reach.
+#
+#   make PYTHON=/path/to/python3 ...    another interpreter
+#   make test ARGS="-x -k name"         further pytest options
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+LATEST := .venv-latest/bin
+PIP := -m pip --disable-pip-version-check
+
+# Newer JAX releases need Python 3.12, so there is one lock for 3.11 and one for all after it.
+PYVERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
+# The version is in the name, so that another interpreter makes the environment anew.
+STAMP := .venv/.installed-$(PYVERSION)
+
+.PHONY: help venv test test-all test-latest lint format lock demo clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## Make .venv from the lock, if it is not up to date
+
+$(STAMP): pyproject.toml $(LOCK)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Moonwalk needs Python 3.11 or newer, but '$(PYTHON)' is" \
+			"$(if $(PYVERSION),Python $(PYVERSION),no working Python)." \
+			"Name another one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@echo "Installing $(LOCK) into .venv"
+	@$(BIN)/python -c 'import pip, sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYVERSION)")' \
+		2>/dev/null || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/python $(PIP) install --quiet --requirement $(LOCK)
+	@$(BIN)/python $(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: venv ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: venv ## Run all the tests
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-latest: ## Run the tests with the newest releases, unlocked, on Python 3.12 or newer
+	@python=$$(requirements/find-python.sh 3.12 3.99) || { \
+		echo "No Python 3.12 or newer was found, so nothing was tested."; exit 0; }; \
+	set -e; \
+	$(LATEST)/python $(PIP) --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv-latest; \
+	$(LATEST)/python $(PIP) install --quiet --upgrade --upgrade-strategy eager \
+		--editable '.[cli,plots,dev]'; \
+	$(LATEST)/python --version; \
+	$(LATEST)/python $(PIP) freeze | grep -iE '^(jax|jaxlib|equinox|lineax|jaxtyping|optax|flax)=='; \
+	$(LATEST)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+lint: venv ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: venv ## Fix style and formatting in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: ## Resolve the dependencies anew and rewrite the locks (needs Python 3.11 and 3.12)
+	requirements/lock.sh
+
+demo: venv ## Run the demonstration
+	$(BIN)/python examples/demo.py
+
+clean: ## Remove the environments, caches and builds
+	rm -rf .venv .venv-latest .pytest_cache .hypothesis .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+"""Moonwalk: exact gradients of deep networks without keeping their activations."""
+
+from importlib.metadata import PackageNotFoundError as _NotFound
+from importlib.metadata import version as _version
+
+from . import rules as _rules  # fills the registry
+from . import testing as testing
+from .api import vijp as vijp
+from .custom import custom_vijp as custom_vijp
+from .declare import declare as declare
+from .errors import DeclarationError as DeclarationError
+from .errors import DuplicateRuleError as DuplicateRuleError
+from .errors import MoonwalkError as MoonwalkError
+from .errors import NotSubmersiveError as NotSubmersiveError
+from .errors import SingularError as SingularError
+from .registry import register_vijp as register_vijp
+from .rules.generic import MatrixFree as MatrixFree
+
+try:
+    __version__ = _version("moonwalk-jax")
+except _NotFound:  # a source tree on PYTHONPATH
+    __version__ = "0.0.0+source"
+del _rules, _NotFound, _version

@@ -1,0 +1,265 @@
+"""Blocks with their rules, composed: the vijp of a whole function.
+
+    h₀ ──vijp₁──▶ h₁ ──vijp₂──▶ h₂ ── … ──▶ h_L        (J₁ is the first block's Jacobian)
+
+The chain rule for right inverses, (J_L ⋯ J₁)⁺ = J₁⁺ ⋯ J_L⁺ on the row space, is the paper's Eq. 6: it
+makes the composition of the blocks' vijps the vijp of the composition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from . import compat, graph, registry
+from .compat import JaxprEqn, Literal
+from .errors import NotSubmersiveError
+from .graph import Block, Graph
+from .registry import Alarm, Rule, Verdict
+
+
+class Link(NamedTuple):
+    """A block and the rule that serves it."""
+
+    block: Block
+    rule: Rule
+    verdict: Verdict
+
+
+Tape = tuple[tuple[Any, Any], ...]  # per link: (factors, what was kept of the forward pass)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A function whose every block has a vijp."""
+
+    schedule: tuple[Link | JaxprEqn, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @property
+    def links(self) -> list[Link]:
+        """The blocks with their rules, in the order of the forward pass."""
+        return [item for item in self.schedule if isinstance(item, Link)]
+
+    def prepare(self, env: Mapping[Any, Any]) -> tuple[Any, ...]:
+        """Factors of every block whose operands follow from `env` (weights) alone, else None."""
+        env = dict(env)
+        factors: list[Any] = []
+        for item in self.schedule:
+            if isinstance(item, Link):
+                known = all(v in env for v in item.block.operands)
+                operands = [env[v] for v in item.block.operands] if known else None
+                factors.append(item.rule.prepare(item.block, operands) if operands is not None else None)
+            elif all(isinstance(v, Literal) or v in env for v in item.invars):
+                graph.run([item], env)
+        return tuple(factors)
+
+    def forward(
+        self, env: Mapping[Any, Any], factors: Sequence[Any] | None = None
+    ) -> tuple[dict[Any, Any], Tape]:
+        """Run everything; (the values of all variables, what the vijps need)."""
+        env, tape = dict(env), []
+        given = iter(factors if factors is not None else [None] * len(self.links))
+        for item in self.schedule:
+            if not isinstance(item, Link):
+                graph.run([item], env)
+                continue
+            block, rule, _ = item
+            operands = [env[v] for v in block.operands]
+            made = next(given)
+            made = rule.prepare(block, operands) if made is None else made
+            y, kept = rule.linearize(block, tuple(env[v] for v in block.inputs), operands)
+            env.update(zip(block.outputs, y, strict=True))
+            tape.append((made, kept))
+        return env, tuple(tape)
+
+    def vijp(self, tape: Tape, h: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs' cotangents from the inputs'."""
+        cotangents = dict(zip(self.inputs, h, strict=True))
+        for (block, rule, _), (factors, kept) in zip(self.links, tape, strict=True):
+            arriving = tuple(cotangents[v] for v in block.inputs)
+            leaving = rule.vijp(block, factors, kept, arriving)
+            cotangents.update(zip(block.outputs, leaving, strict=True))
+        return tuple(cotangents[v] for v in self.outputs)
+
+    def alarms(self, tape: Tape) -> list[Alarm]:
+        """Everything that may be wrong with the values on the tape."""
+        return [
+            replace(alarm, message=f"{alarm.message}\n  {_place(block)}")
+            for (block, rule, _), (factors, kept) in zip(self.links, tape, strict=True)
+            for alarm in rule.alarms(block, factors, kept)
+        ]
+
+    def describe(self) -> str:
+        """One line per block: rule, types, why it is submersive."""
+        return "\n".join(
+            f"{rule.name:<12} {describe_types(block.inputs)} -> {describe_types(block.outputs)}"
+            f"  {verdict.reason}"
+            for block, rule, verdict in self.links
+        )
+
+
+def build(cut: Graph, fallback: Rule | None = None) -> Chain:
+    """Give every block its rule, or raise `NotSubmersiveError` at the first that has none."""
+    _refuse_reused_outputs(cut)
+    schedule: list[Link | JaxprEqn] = []
+    for item in _with_isometries_fused(cut.schedule):
+        if isinstance(item, Block):
+            item = Link(item, *choose(item, fallback))
+        schedule.append(item)
+    _refuse_constant_outputs(cut)
+    return Chain(tuple(schedule), cut.inputs, cut.outputs)
+
+
+def choose(block: Block, fallback: Rule | None = None) -> tuple[Rule, Verdict]:
+    """The rule for a block: the first that finds it submersive, else `fallback`, else an error."""
+    refusal: Verdict | None = None
+    for rule in registry.rules_for(block):
+        verdict = rule.verdict(block)
+        if verdict:
+            return rule, verdict
+        refusal = verdict if refusal is None else refusal
+    refusal = _no_rule(block) if refusal is None else refusal
+    if fallback is not None and refusal.submersive is None:
+        verdict = fallback.verdict(block)
+        if verdict:
+            return fallback, verdict
+        refusal = verdict
+    raise refuse(block, refusal)
+
+
+def refuse(block: Block, verdict: Verdict) -> NotSubmersiveError:
+    """The error that names the equation, its place, the reason and the way out."""
+    eqn = verdict.at or block.eqn
+    text = describe_equation(eqn)
+    if len(block.eqns) > 1 and verdict.at is None:
+        names = list(dict.fromkeys(e.primitive.name for e in block.eqns))
+        shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        text += f"  (of a block of {len(block.eqns)} equations: {shown})"
+    return NotSubmersiveError(text, compat.source_line(eqn), verdict.reason, verdict.way_out)
+
+
+def describe_equation(eqn: JaxprEqn) -> str:
+    """'dot_general: f32[8,3], f32[3,4] -> f32[8,4]'."""
+    name = eqn.params.get("name") or eqn.primitive.name
+    name = eqn.primitive.name if name == eqn.primitive.name else f"{eqn.primitive.name} `{name}`"
+    return f"{name}: {describe_types(eqn.invars)} -> {describe_types(eqn.outvars)}"
+
+
+def describe_types(variables: Iterable[Any]) -> str:
+    """'f32[8,3], f32[3,4]'."""
+    return ", ".join(v.aval.str_short() for v in variables)
+
+
+def _place(block: Block) -> str:
+    return f"in {describe_equation(block.eqn)}, at {compat.source_line(block.eqn)}"
+
+
+_CUSTOM = "wrap the layer in moonwalk.custom_vijp and give it a rule"
+_KRYLOV = "ask for the matrix-free rule: moonwalk.vijp(..., fallback=moonwalk.MatrixFree())"
+
+
+def _no_rule(block: Block) -> Verdict:
+    """Why no rule speaks of a block."""
+    n, n_out = block.sizes
+    primitives = {e.primitive.name for e in block.eqns}
+    control = sorted(primitives & {"cond", "while", "scan"})
+    uses = {
+        v: sum(any(v is u for u in e.invars) for e in block.eqns) for v in block.inputs
+    }
+    if n_out > n:
+        return Verdict(
+            False,
+            f"it expands: {n} numbers go in and {n_out} come out, so part of the output's cotangent "
+            "leaves no trace in the input's",
+            "make the layer's output no larger than its input, or keep this cotangent "
+            "(moonwalk.value_and_grad does so by itself)",
+        )
+    if len(block.eqns) > 1 and any(u > 1 for u in uses.values()):
+        fork = max(block.inputs, key=lambda v: uses[v])
+        return Verdict(
+            None,
+            f"the state {fork.aval.str_short()} is used {uses[fork]} times and its uses meet again "
+            f"here: their cotangents add up, and a sum such as x + f(x) is not submersive just "
+            "because f is",
+            f"{_KRYLOV} if the block as a whole is submersive; or {_CUSTOM}; or use a coupling "
+            "layer instead of a residual sum",
+        )
+    if control:
+        return Verdict(
+            None,
+            f"`{control[0]}` is opaque to moonwalk: which path runs is not known while tracing",
+            _CUSTOM,
+        )
+    missing = ", ".join(f"`{p}`" for p in sorted(primitives))
+    return Verdict(None, f"no vijp rule is registered for {missing}", f"{_CUSTOM}; or {_KRYLOV}")
+
+
+def _refuse_reused_outputs(cut: Graph) -> None:
+    """An output that is also used inside has a cotangent that is the sum of two."""
+    for block in cut.blocks:
+        for v in block.inputs:
+            if v in cut.outputs:
+                raise refuse(
+                    block,
+                    Verdict(
+                        False,
+                        f"the value {v.aval.str_short()} is returned and also used here: its "
+                        "cotangent is a sum whose parts cannot be told apart",
+                        "return it as auxiliary data (has_aux=True), or return only what is "
+                        "computed from it",
+                    ),
+                )
+
+
+def _refuse_constant_outputs(cut: Graph) -> None:
+    """An output that no derivative reaches: every row of its Jacobian is zero."""
+    produced = {v for b in cut.blocks for v in b.outputs} | set(cut.inputs)
+    for v in cut.outputs:
+        if v in produced or not graph.is_differentiable(v.aval):
+            continue
+        maker = next(
+            (e for e in cut.schedule if isinstance(e, JaxprEqn) and v in e.outvars), None
+        )
+        raise NotSubmersiveError(
+            describe_equation(maker) if maker is not None else f"the output {v.aval.str_short()}",
+            compat.source_line(maker) if maker is not None else "a value from outside the function",
+            "no derivative flows from the inputs to this output: its Jacobian is zero",
+            "return it as auxiliary data (has_aux=True); or, if a rounding or a stop_gradient was "
+            "meant as straight-through, give it that derivative with jax.custom_jvp",
+        )
+
+
+def _with_isometries_fused(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]:
+    """Join an operator declared isometric with the expanding steps it needs before it.
+
+    A circular convolution is a wrap-around copy, which repeats entries and is not submersive, and
+    then a convolution; the declaration speaks of both together.
+    """
+    result: list[Block | JaxprEqn] = []
+    for item in schedule:
+        if isinstance(item, Block) and is_declared_isometric(item):
+            while (before := _feeding(result, item)) is not None and not any(
+                rule.verdict(before) for rule in registry.rules_for(before)
+            ):
+                result.remove(before)
+                item = graph.fuse(before, item)
+        result.append(item)
+    return result
+
+
+def is_declared_isometric(block: Block) -> bool:
+    """Whether one of a block's operands makes the whole block an isometry."""
+    return any(d.of_kernel() == "isometric" for d in block.declarations.values())
+
+
+def _feeding(result: Sequence[Block | JaxprEqn], block: Block) -> Block | None:
+    """The block whose outputs are all that `block` takes in, if nothing else reads them."""
+    for item in reversed(result):
+        if isinstance(item, Block):
+            return item if set(item.outputs) == set(block.inputs) else None
+        if any(v in block.inputs for v in item.invars if not isinstance(v, Literal)):
+            return None
+    return None

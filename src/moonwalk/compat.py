@@ -1,0 +1,192 @@
+"""The only module that touches JAX internals or asks for JAX's version.
+
+JAX 0.11 merged `Jaxpr` with `ClosedJaxpr` and changed `scan`'s parameters; Python 3.11 stops at JAX
+0.10.2, so both forms live side by side here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+MINIMUM_JAX = (0, 10, 2)
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: '0.11.2.dev3+g1' -> (0, 11, 2)."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+
+
+def refuse_unsupported_jax(version: str) -> None:
+    """Fail at import, with a sentence, rather than later, with a riddle."""
+    if version_tuple(version) < MINIMUM_JAX:
+        needed = ".".join(map(str, MINIMUM_JAX))
+        raise ImportError(
+            f"moonwalk needs JAX {needed} or newer, but JAX {version} is installed; "
+            f'upgrade it with: pip install --upgrade "jax>={needed}"'
+        )
+
+
+refuse_unsupported_jax(jax.__version__)
+
+import jax.extend.source_info_util as _source  # noqa: E402  (after the version check)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var  # noqa: E402
+from jax.extend.core import jaxpr_as_fun, subjaxprs  # noqa: E402
+from jax.extend.core.primitives import (  # noqa: E402
+    closed_call_p,
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    jit_p,
+    name_p,
+    remat_p,
+)
+from jax.interpreters import ad, batching, mlir  # noqa: E402
+
+__all__ = [
+    "CALLS",
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "Var",
+    "ad",
+    "batching",
+    "bind",
+    "called_jaxpr",
+    "custom_jvp_call_p",
+    "custom_vjp_call_p",
+    "is_concrete",
+    "jaxpr_as_fun",
+    "mlir",
+    "name_p",
+    "open_jaxpr",
+    "origin",
+    "scan_counts",
+    "source_context",
+    "source_line",
+    "subjaxprs",
+]
+
+# Calls that mean nothing to differentiation: looked through. Custom derivatives are not among them.
+CALLS: frozenset[Primitive] = frozenset({jit_p, closed_call_p, remat_p})
+
+# Internal frames (JAX's and ours) are never "the user's source line".
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_source.register_exclusion(_OWN_FOLDER)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """(jaxpr with .eqns, its constants) of either an open or a closed jaxpr, on any version."""
+    consts = getattr(jaxpr, "consts", ())
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def called_jaxpr(eqn: JaxprEqn) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that a call equation calls, and that jaxpr's constants."""
+    return open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"]  # JAX >= 0.11: three trees of consts, carry, xs
+    return len(jax.tree.leaves(consts, is_leaf=_is_none)), len(
+        jax.tree.leaves(carry, is_leaf=_is_none)
+    )
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation, keeping its source line, its context and its custom rules."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with source_context(eqn), eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def source_context(eqn: JaxprEqn) -> Any:
+    """What is traced inside keeps the equation's place in the user's code.
+
+    A body that JAX traced once and cached (`jax.nn.leaky_relu`) holds no user frame of its own:
+    there the surrounding context, which is the call, stays.
+    """
+    info = eqn.source_info
+    stack = _source.current_name_stack() + info.name_stack
+    traceback = info.traceback if _frames(eqn) else _source.current().traceback
+    return _source.user_context(traceback, name_stack=stack)
+
+
+def origin(function: Callable[..., Any]) -> str:
+    """'name' of a function for messages."""
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+_INTERNAL = (
+    _OWN_FOLDER,
+    os.path.dirname(jax.__file__) + os.sep,
+    os.sep + "jaxlib" + os.sep,
+    os.sep + "contextlib.py",
+    os.sep + "functools.py",
+    "<frozen",
+)
+
+
+def _is_internal(file_name: str) -> bool:
+    return any(part in file_name for part in _INTERNAL)
+
+
+def _frames(eqn: JaxprEqn) -> list[Any]:
+    """An equation's frames outside JAX and this package, the innermost first."""
+    traceback = eqn.source_info.traceback
+    return [f for f in traceback.frames if not _is_internal(f.file_name)] if traceback else []
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """'model.py:12 (forward)', with the library line it went through where there is one.
+
+    The first frame outside JAX may lie in a layer library; the first outside site-packages is the
+    user's own. Both help, so both are given where they differ. JAX's tracebacks begin at the traced
+    function: if that is JAX's own (`vijp(jax.nn.relu, x)`), the call that is running now is the place.
+    """
+    frames = _frames(eqn)
+    if not frames:
+        return _call_site()
+    inner = frames[0]
+    user = next((f for f in frames if "site-packages" not in f.file_name), inner)
+
+    def show(frame: Any) -> str:
+        return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+
+    return show(inner) if inner is user else f"{show(user)}, through {show(inner)}"
+
+
+def _call_site() -> str:
+    """The innermost running frame outside JAX and this package."""
+    frame = sys._getframe()
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+
+
+def is_concrete(*arrays: Any) -> bool:
+    """Whether every leaf holds values now (no tracer among them)."""
+    return not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays))
+
+
+def concrete(array: Any) -> np.ndarray | None:
+    """The values of an array if it has them now, else None."""
+    return np.asarray(array) if is_concrete(array) else None

@@ -1,0 +1,38 @@
+"""What Moonwalk raises. Every message says what, where and the way out."""
+
+from __future__ import annotations
+
+
+class MoonwalkError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class NotSubmersiveError(MoonwalkError, TypeError):
+    """A block has no vijp: its Jacobian is not surjective, or no rule knows that it is.
+
+    The message names the equation, the user's source line, the reason and the way out; the same
+    four are kept as attributes for tools.
+    """
+
+    def __init__(self, equation: str, source: str, reason: str, way_out: str):
+        self.equation, self.source, self.reason, self.way_out = equation, source, reason, way_out
+        super().__init__(
+            "the function is not known to be submersive: its output cotangent cannot be recovered "
+            "from its input cotangent.\n"
+            f"  equation: {equation}\n"
+            f"  source:   {source}\n"
+            f"  reason:   {reason}\n"
+            f"  way out:  {way_out}"
+        )
+
+
+class SingularError(MoonwalkError, ArithmeticError):
+    """A vijp met a singular value at run time: a zero pivot, a vanished derivative."""
+
+
+class DeclarationError(MoonwalkError, ValueError):
+    """A weight's values are not what `moonwalk.declare` said of them."""
+
+
+class DuplicateRuleError(MoonwalkError, ValueError):
+    """A primitive (or a custom function) already has a vijp rule."""

@@ -1,0 +1,194 @@
+"""The interface of a vijp rule, and the one table of rules.
+
+A rule answers for a *block* (`graph.Block`):
+
+- `verdict`: is it submersive? From shapes, strides, padding and declarations alone, with the reason.
+- `prepare`: factors that depend on the weights only (a factorisation, an inverse), made once.
+- `linearize`: the forward pass of the block, and what is kept of it.
+- `vijp`: h' from h, the factors and what was kept. **Never from x**: an activation recomputed with
+  other rounding may flip a sign, and a flipped sign is a wrong gradient.
+- `gain`: how much it multiplies relative rounding error.
+- `alarms`: what may have gone wrong in the numbers (a zero pivot, a vanished derivative).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .compat import JaxprEqn, Primitive
+from .errors import DuplicateRuleError
+from .graph import Block
+
+State = tuple[Any, ...]  # arrays: an activation, or a cotangent, of a block's inputs or outputs
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a block is submersive, and why.
+
+    `submersive` is None where the rule cannot tell: the block may well be, but no elimination is
+    known. Only such blocks are handed to the matrix-free rule.
+    """
+
+    submersive: bool | None
+    reason: str
+    way_out: str = ""
+    at: JaxprEqn | None = None  # the equation to blame, if not the block's own
+
+    def __bool__(self) -> bool:
+        return self.submersive is True
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much a vijp multiplies relative rounding error.
+
+    For a pivot P of size m: ‖P‖_F ‖P⁻¹‖_F / m; for derivatives d: sqrt(mean d² · mean d⁻²), which for
+    a LeakyReLU of slope α is (1 + α²) / 2α. A diagonal Jacobian only rescales errors entry by entry,
+    so alone it loses nothing; its factor counts once some other block of the walk `mixes` entries
+    and has spread the noise evenly. `factor` is inf where nothing bounds it while tracing.
+    """
+
+    factor: float
+    mixes: bool
+
+    @classmethod
+    def unknown(cls) -> Gain:
+        """Not bounded by what a trace can see: assumed bad."""
+        return cls(math.inf, mixes=True)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A condition on values that makes a vijp meaningless, and the sentence to raise."""
+
+    bad: Array  # booleans; any True raises
+    message: str
+    error: type[Exception]
+
+
+class Rule:
+    """One kind of block. Subclasses override what differs; instances hold no state."""
+
+    name: ClassVar[str]
+
+    def matches(self, block: Block) -> bool:
+        """Whether the rule speaks of this block at all (asked of rules for regions)."""
+        del block
+        return True
+
+    def verdict(self, block: Block) -> Verdict:
+        """Submersive or not, with the reason, from static knowledge alone."""
+        raise NotImplementedError
+
+    def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
+        """Factors that depend on the operands only."""
+        del block, operands
+        return ()
+
+    def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        """(outputs, what is kept for the vijp); by default JAX's own pullback."""
+        return jax.vjp(lambda *x: block(x, operands), *x)
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        """The cotangent of the outputs, from the cotangent of the inputs."""
+        raise NotImplementedError
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        """Error amplification: while tracing (no operands), or measured on concrete operands."""
+        del block, operands
+        return Gain.unknown()
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        """Conditions on the values under which the vijp is meaningless."""
+        del block, factors, kept
+        return []
+
+
+def pushforward(block: Block, pullback: Callable[..., Any], h: State) -> State:
+    """J h, from the pullback h' ↦ h' J alone (its transpose); dtypes of the outputs."""
+    outputs = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in block.outputs)
+    transposed = jax.linear_transpose(pullback, outputs)
+    (result,) = transposed(tuple(h))
+    return tuple(result)
+
+
+def pull_back_ones(block: Block, pullback: Callable[..., Any]) -> State:
+    """The sum of J's rows; where the rows have disjoint supports, it holds all of them."""
+    return tuple(pullback(tuple(jnp.ones(v.aval.shape, v.aval.dtype) for v in block.outputs)))
+
+
+def cast_like_outputs(block: Block, h: Sequence[Any]) -> State:
+    """Cotangents in the dtypes of the block's outputs."""
+    return tuple(a.astype(v.aval.dtype) for a, v in zip(h, block.outputs, strict=True))
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_BY_PRIMITIVE: dict[Primitive, Rule] = {}
+_FOR_REGIONS: list[Rule] = []
+
+RuleClass = TypeVar("RuleClass", bound=type[Rule])
+
+
+def register_vijp(*primitives: Primitive) -> Callable[[RuleClass], RuleClass]:
+    """Class decorator: this rule serves blocks that are one equation of these primitives.
+
+    A second registration of a primitive is refused: which of two rules runs must not depend on the
+    order of imports.
+
+    **Example:** see CONTRIBUTING.md, "add a rule in five minutes".
+    """
+
+    def register(rule: RuleClass) -> RuleClass:
+        for primitive in primitives:
+            if primitive in _BY_PRIMITIVE:
+                raise DuplicateRuleError(
+                    f"register_vijp: primitive `{primitive.name}` already has the rule "
+                    f"{type(_BY_PRIMITIVE[primitive]).__name__!r}; wrap your function in "
+                    "moonwalk.custom_vijp to give it a rule of its own"
+                )
+        instance = rule()
+        for primitive in primitives:
+            _BY_PRIMITIVE[primitive] = instance
+        return rule
+
+    if not primitives or not all(isinstance(p, Primitive) for p in primitives):
+        raise TypeError(
+            "register_vijp takes JAX primitives, e.g. @register_vijp(jax.lax.cumsum_p); "
+            f"got {primitives!r}"
+        )
+    return register
+
+
+def register_region(rule: RuleClass) -> RuleClass:
+    """Class decorator: this rule serves blocks of several equations that it `matches`.
+
+    Regions are asked in the order of registration, before single primitives.
+    """
+    _FOR_REGIONS.append(rule())
+    return rule
+
+
+def rules_for(block: Block) -> Iterator[Rule]:
+    """The rules that speak of a block, most specific first."""
+    yield from (rule for rule in _FOR_REGIONS if rule.matches(block))
+    if len(block.eqns) == 1 and block.eqns[0].primitive in _BY_PRIMITIVE:
+        yield _BY_PRIMITIVE[block.eqns[0].primitive]
+
+
+def all_rules() -> dict[str, Rule]:
+    """Every registered rule by name (for tests and docs)."""
+    return {rule.name: rule for rule in (*_FOR_REGIONS, *_BY_PRIMITIVE.values())}
+
+
+def primitives_with_rules() -> dict[Primitive, Rule]:
+    """Every primitive that has a rule of its own."""
+    return dict(_BY_PRIMITIVE)

@@ -1,0 +1,115 @@
+"""Functions with a derivative of their own.
+
+A `custom_jvp`/`custom_vjp` function that is not pointwise is differentiated by its own rule, too: its
+Jacobian is the linear program that this rule defines, t ↦ J t. That program is traced, cut into blocks
+and solved like any other function; being linear, it has the same Jacobian everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import chain, compat, graph, staging
+from ..chain import Chain
+from ..errors import NotSubmersiveError
+from ..graph import Block
+from ..registry import Alarm, Gain, Rule, State, Verdict, register_region, register_vijp
+
+
+class Tangents(NamedTuple):
+    """The program t ↦ J t: its inputs are (t, x, operands)."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    chain: Chain
+
+
+def _tangents(block: Block) -> Tangents | Verdict:
+    if "tangents" not in block.__dict__:
+        object.__setattr__(block, "tangents", _trace_tangents(block))
+    return block.__dict__["tangents"]
+
+
+def _trace_tangents(block: Block) -> Tangents | Verdict:
+    x, operands = block.structs()
+    k = len(x)
+    outputs = tuple(graph.struct(v) for v in block.outputs)
+    backward = block.eqn.primitive is compat.custom_vjp_call_p
+
+    def forward_program(*args: Any) -> Any:
+        t, x, operands = args[:k], args[k : 2 * k], args[2 * k :]
+        return jax.jvp(lambda *x: block(x, operands), x, t)[1]
+
+    def transposed_program(*args: Any) -> Any:
+        t, x, operands = args[:k], args[k : 2 * k], args[2 * k :]
+        _, pullback = jax.vjp(lambda *x: block(x, operands), *x)
+        (result,) = jax.linear_transpose(pullback, outputs)(tuple(t))
+        return result
+
+    flat = [*x, *x, *operands]
+    try:
+        program = jax.make_jaxpr(transposed_program if backward else forward_program)(*flat)
+    except Exception as error:  # JAX raises various types for what it cannot transpose
+        return Verdict(
+            None,
+            f"its own derivative cannot be read as a linear map ({type(error).__name__})",
+            "wrap the function in moonwalk.custom_vijp and give it a rule",
+        )
+    jaxpr, consts = staging.flatten_calls(program, flat)
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    declarations = {
+        v: block.declarations[o]
+        for v, o in zip(jaxpr.invars[2 * k :], block.operands, strict=True)
+        if o in block.declarations
+    }
+    try:
+        cut = graph.build(
+            jaxpr, jaxpr.invars[:k], jaxpr.outvars, consts=known, declarations=declarations
+        )
+        return Tangents(jaxpr, tuple(consts), chain.build(cut))
+    except NotSubmersiveError as error:
+        return Verdict(None, f"in its own derivative, {error.equation}: {error.reason}", error.way_out)
+
+
+@register_vijp(compat.custom_jvp_call_p, compat.custom_vjp_call_p)
+class OwnDerivative(Rule):
+    """The vijp of the linear program that the function's own rule defines."""
+
+    name = "own derivative"
+
+    def verdict(self, block: Block) -> Verdict:
+        tangents = _tangents(block)
+        if isinstance(tangents, Verdict):
+            return tangents
+        return Verdict(True, f"by its own derivative, {len(tangents.chain.links)} blocks")
+
+    def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        tangents = _checked(block)
+        t = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in block.inputs]
+        env = dict(zip(tangents.jaxpr.constvars, tangents.consts, strict=True))
+        env.update(zip(tangents.jaxpr.invars, [*t, *x, *operands], strict=True))
+        _, tape = tangents.chain.forward(env)
+        return block(x, operands), tape
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        return _checked(block).chain.vijp(kept, h)
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        return _checked(block).chain.alarms(kept)
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        gains = [link.rule.gain(link.block) for link in _checked(block).chain.links]
+        factor = 1.0
+        for g in gains:
+            factor *= g.factor
+        return Gain(factor, any(g.mixes for g in gains))
+
+
+def _checked(block: Block) -> Tangents:
+    tangents = _tangents(block)
+    assert isinstance(tangents, Tangents), tangents
+    return tangents

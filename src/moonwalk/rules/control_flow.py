@@ -1,0 +1,226 @@
+"""`scan` over stacked layers: the body's vijp, scanned.
+
+The state is the part of the carry that carries a derivative. The body is cut into blocks and given
+rules once; weight-only factors of all layers are made in one batched call before the loop. `cond` and
+`while_loop` stay opaque: which path runs is not known while tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import chain, compat, graph, staging
+from ..chain import Chain
+from ..compat import Literal
+from ..errors import NotSubmersiveError
+from ..graph import Block
+from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
+
+
+class Body(NamedTuple):
+    """A scan's body with its rules, and how its inputs are grouped."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    chain: Chain
+    num_consts: int
+    num_carry: int
+    active: tuple[int, ...]  # which carries are the state
+
+    def groups(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Values of the scan's operands as (consts, carry, xs)."""
+        a, b = self.num_consts, self.num_consts + self.num_carry
+        return list(values[:a]), list(values[a:b]), list(values[b:])
+
+    def env(self, consts: Sequence[Any], carry: Sequence[Any] | None, xs: Sequence[Any]) -> dict:
+        """Values of the body's inputs; without the carry, what is known before the loop."""
+        in_consts, in_carry, in_xs = self.groups(self.jaxpr.invars)
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        env.update(zip(in_consts, consts, strict=True))
+        env.update(zip(in_xs, xs, strict=True))
+        if carry is not None:
+            env.update(zip(in_carry, carry, strict=True))
+        return env
+
+
+def _state_positions(block: Block) -> list[int]:
+    eqn = block.eqn
+    return [i for i, v in enumerate(eqn.invars) if v in block.inputs]
+
+
+def _body(block: Block) -> Body | Verdict:
+    if "scan_body" not in block.__dict__:
+        object.__setattr__(block, "scan_body", _build_body(block))
+    return block.__dict__["scan_body"]
+
+
+def _build_body(block: Block) -> Body | Verdict:
+    eqn = block.eqn
+    num_consts, num_carry = compat.scan_counts(eqn)
+    positions = _state_positions(block)
+    carries = range(num_consts, num_consts + num_carry)
+    if any(i not in carries for i in positions):
+        return Verdict(
+            None,
+            "the state enters the scan as a constant or as scanned-over data, not as its carry",
+            "carry the state through the scan, or wrap it in moonwalk.custom_vijp",
+        )
+    if any(v in block.outputs for v in eqn.outvars[num_carry:]):
+        return Verdict(
+            None,
+            "stacked outputs of the scan depend on the state: together with the carry they hold more "
+            "numbers than go in",
+            "return them as auxiliary data (has_aux=True), or only the final carry",
+        )
+    active = tuple(i - num_consts for i in positions)
+    closed = eqn.params["jaxpr"]
+    inner, _ = compat.open_jaxpr(closed)
+    structs = [graph.struct(v) for v in inner.invars]
+    jaxpr, consts = staging.flatten_calls(closed, structs)
+    in_carry = jaxpr.invars[num_consts : num_consts + num_carry]
+    state, outputs = [in_carry[i] for i in active], [jaxpr.outvars[i] for i in active]
+    if len({id(v) for v in outputs}) < len(outputs) or any(isinstance(v, Literal) for v in outputs):
+        return Verdict(False, "a carry is overwritten by a constant or by another", "scan over it once")
+    reached = {v for i, v in enumerate(jaxpr.outvars[:num_carry]) if i not in active}
+    known = {}
+    declarations, names = {}, {}
+    for i, (outer, var) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
+        stacked = i >= num_consts + num_carry
+        constant = None if stacked else block.constant(outer)
+        if i < num_consts and constant is not None:
+            known[var] = jnp.asarray(constant)
+        found = block.declaration(outer)
+        if found is not None and stacked:
+            found = found.moved({a: a - 1 for a in range(1, outer.aval.ndim)})
+        if found is not None and i not in carries:
+            declarations[var] = found
+        if not isinstance(outer, Literal) and outer in block.names:
+            names[var] = block.names[outer] + ("[layer]" if stacked else "")
+    known.update(zip(jaxpr.constvars, consts, strict=True))
+    try:
+        cut = graph.build(
+            jaxpr, state, outputs, consts=known, declarations=declarations, names=names
+        )
+        spilled = graph.build(jaxpr, state, [*outputs, *reached])
+        if any(v in b.outputs for b in spilled.blocks for v in reached) or reached & set(state):
+            return Verdict(
+                None,
+                "a carry that is not part of the state at the start becomes part of it in the body",
+                "start it from the state, or return it as auxiliary data",
+            )
+        composed = chain.build(cut)
+    except NotSubmersiveError as error:
+        return Verdict(
+            None,
+            f"its body has no vijp: {error.equation} at {error.source}: {error.reason}",
+            error.way_out,
+        )
+    return Body(jaxpr, tuple(consts), composed, num_consts, num_carry, active)
+
+
+@register_vijp(lax.scan_p)
+class Scan(Rule):
+    """The body's vijp, once per layer, in the order of the forward pass."""
+
+    name = "scan"
+
+    def verdict(self, block: Block) -> Verdict:
+        body = _body(block)
+        if isinstance(body, Verdict):
+            return body
+        return Verdict(True, f"{block.eqn.params['length']} steps of {len(body.chain.links)} blocks")
+
+    def _operands(self, block: Block, body: Body, operands: Sequence[Any], x: State | None) -> Any:
+        found = dict(zip(block.operands, operands, strict=True))
+        if x is not None:
+            found.update(zip(block.inputs, x, strict=True))
+        values = [
+            jnp.asarray(v.val) if isinstance(v, Literal) else found.get(v) for v in block.eqn.invars
+        ]
+        return body.groups(values)
+
+    def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
+        body = _checked(block)
+        consts, _, xs = self._operands(block, body, operands, None)
+        if not xs:
+            return body.chain.prepare(body.env(consts, None, []))
+        return jax.vmap(lambda *xs: body.chain.prepare(body.env(consts, None, xs)))(*xs)
+
+    def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        body = _checked(block)
+        consts, carry, xs = self._operands(block, body, operands, x)
+
+        def step(carry: Any, xs: Any) -> Any:
+            env = body.env(consts, carry, xs)
+            graph.run(body.jaxpr.eqns, env)
+            out = [
+                jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in body.jaxpr.outvars
+            ]
+            return out[: body.num_carry], (out[body.num_carry :], carry)
+
+        last, (ys, carries) = self._scan(block, step, carry, xs)
+        found = dict(zip(block.eqn.outvars, [*last, *ys], strict=True))
+        return tuple(found[v] for v in block.outputs), (carries, consts, xs)
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        body = _checked(block)
+
+        def step(h: Any, tape: Any) -> Any:
+            return body.chain.vijp(tape, h), None
+
+        h = tuple(h[block.inputs.index(block.eqn.invars[body.num_consts + i])] for i in body.active)
+        last, _ = self._along(block, body, factors, kept, step, h)
+        found = {block.eqn.outvars[i]: a for i, a in zip(body.active, last, strict=True)}
+        return tuple(found[v] for v in block.outputs)
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        body = _checked(block)
+        alarms: list[Alarm] = []
+
+        def step(_: Any, tape: Any) -> Any:
+            alarms[:] = body.chain.alarms(tape)
+            return (), [jnp.any(a.bad) for a in alarms]
+
+        _, bad = self._along(block, body, factors, kept, step, ())
+        return [Alarm(b, a.message + "\n  in a scan, by layer", a.error) for b, a in zip(bad, alarms, strict=True)]
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        gains = [link.rule.gain(link.block) for link in _checked(block).chain.links]
+        mixes = any(g.mixes for g in gains)
+        factor = 1.0
+        for g in gains:
+            factor *= g.factor if mixes or g.factor == float("inf") else 1.0
+        return Gain(factor ** block.eqn.params["length"], mixes)
+
+    def _along(
+        self, block: Block, body: Body, factors: Any, kept: Any, step: Any, start: Any
+    ) -> Any:
+        """Scan over the layers again, with each layer's tape made from the carry that it saw."""
+        carries, consts, xs = kept
+
+        def with_tape(state: Any, inputs: Any) -> Any:
+            carry, xs, made = inputs
+            made = made if xs else factors
+            _, tape = body.chain.forward(body.env(consts, carry, xs), made)
+            return step(state, tape)
+
+        per_layer = factors if xs else None
+        return self._scan(block, with_tape, start, (carries, xs, per_layer))
+
+    @staticmethod
+    def _scan(block: Block, step: Any, start: Any, inputs: Any) -> Any:
+        params = block.eqn.params
+        return lax.scan(
+            step, start, inputs, length=params["length"], reverse=params["reverse"]
+        )
+
+
+def _checked(block: Block) -> Body:
+    body = _body(block)
+    assert isinstance(body, Body), body
+    return body

@@ -1,0 +1,235 @@
+"""Convolutions: any number of axes, layout, stride, padding, kernel dilation and groups.
+
+With pivots chosen by `windows`, the rows of h that they touch read, per window and group,
+
+    rows[i'] = M h'[i'] + Σ_a W_a h'[i' - a]          M: the pivot taps' matrix, W_a: the coupled taps'
+
+so with K the left inverse of M (`pivot`) and T_a = K W_a,
+
+    h'[i'] = K rows[i'] - Σ_a T_a h'[i' - a].
+
+K rows[i'] for all i' is itself a convolution, with the input's own layout and groups: where the plan is
+parallel it is the whole vijp. This corrects the paper's Algorithm 2, which leaves channel 0
+unassigned, drops the diagonal and transposes the kernel, and its order of elimination Σi' + c'
+(NUMERICS §7.1, §7.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..graph import Block
+from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
+from . import pivot, windows
+from .windows import Axis, Plan
+
+
+class Geometry(NamedTuple):
+    """A convolution's shapes, read off its dimension numbers."""
+
+    axes: tuple[Axis, ...]
+    groups: int
+    m: int  # input channels per group
+    m_out: int  # output channels per group
+    numbers: lax.ConvDimensionNumbers
+
+
+class Factors(NamedTuple):
+    """The pivot's inverse, the same as a kernel in the layout of w, and the couplings' T_a."""
+
+    pivot: pivot.Factors
+    kernel: Any
+    couplings: tuple[Any, ...]
+
+
+def _geometry(block: Block) -> Geometry:
+    params, (x, w) = block.eqn.params, block.eqn.invars
+    numbers = params["dimension_numbers"]
+    out = block.outputs[0].aval
+    axes = tuple(
+        Axis(
+            size=x.aval.shape[numbers.lhs_spec[2 + d]],
+            out=out.shape[numbers.out_spec[2 + d]],
+            taps=w.aval.shape[numbers.rhs_spec[2 + d]],
+            stride=params["window_strides"][d],
+            low=params["padding"][d][0],
+            dilation=params["rhs_dilation"][d],
+        )
+        for d in range(len(numbers.lhs_spec) - 2)
+    )
+    groups = params["feature_group_count"]
+    channels_out = w.aval.shape[numbers.rhs_spec[0]]
+    return Geometry(axes, groups, w.aval.shape[numbers.rhs_spec[1]], channels_out // groups, numbers)
+
+
+def _structure(block: Block) -> str | None:
+    declaration = block.declaration(block.eqn.invars[1])
+    return declaration and declaration.of_kernel()
+
+
+def _plan(block: Block) -> Plan | Verdict:
+    """The pivots, or why there are none."""
+    geometry, structure = _geometry(block), _structure(block)
+    chosen = []
+    for number, axis in enumerate(geometry.axes):
+        plan = windows.plan_axis(axis, single=structure is not None)
+        if plan is None:
+            return Verdict(
+                None,
+                windows.explain(axis, number),
+                "take a stride larger than the padding, pad on one side only (causal), declare the "
+                "whole operator isometric if it is, or solve it matrix-free: "
+                "moonwalk.vijp(..., fallback=moonwalk.MatrixFree())",
+            )
+        chosen.append(plan)
+    plan = Plan(tuple(chosen))
+    if geometry.m_out > plan.pivots * geometry.m:
+        return Verdict(
+            False if plan.pivots == 1 and block.sizes[1] > block.sizes[0] else None,
+            f"the channels expand: {geometry.m_out} outputs per group, but the pivot ({plan.describe()})"
+            f" offers {plan.pivots} × {geometry.m} equations for them",
+            "use at most as many output as input channels (patchifying kernels, stride ≥ size, may "
+            "expand up to the size of the patch)",
+        )
+    return plan
+
+
+def _canonical(geometry: Geometry, w: Any) -> Any:
+    """The kernel as [k…, g, m, m']."""
+    out, inp, *spatial = geometry.numbers.rhs_spec
+    w = lax.transpose(w, (*spatial, inp, out))
+    w = w.reshape((*w.shape[:-1], geometry.groups, geometry.m_out))
+    return jnp.swapaxes(w, -3, -2)
+
+
+def _like_weight(geometry: Geometry, kernel: Any) -> Any:
+    """A kernel [k…, m, g·m'] in the layout of w."""
+    out, inp, *spatial = geometry.numbers.rhs_spec
+    order = np.argsort((*spatial, inp, out))
+    return lax.transpose(kernel, tuple(int(i) for i in order))
+
+
+@register_vijp(lax.conv_general_dilated_p)
+class Convolution(Rule):
+    """Gaussian elimination at fixed places, chosen from the geometry alone."""
+
+    name = "convolution"
+
+    def verdict(self, block: Block) -> Verdict:
+        params = block.eqn.params
+        if block.inputs != (block.eqn.invars[0],) or block.eqn.invars[1] in block.inputs:
+            return Verdict(
+                None,
+                "the kernel depends on the state",
+                "wrap the layer in moonwalk.custom_vijp and give it a rule",
+            )
+        if any(d != 1 for d in params["lhs_dilation"]) or params["batch_group_count"] != 1:
+            return Verdict(
+                None,
+                "a transposed (input-dilated) or batch-grouped convolution has no elimination here",
+                "upsample by a pixel shuffle of a 1×1 convolution; or solve it matrix-free: "
+                "moonwalk.vijp(..., fallback=moonwalk.MatrixFree())",
+            )
+        plan = _plan(block)
+        if isinstance(plan, Verdict):
+            return plan
+        return Verdict(True, f"{plan.describe()}, {_structure(block) or 'general'}")
+
+    def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
+        geometry, plan, structure = _geometry(block), _plan(block), _structure(block)
+        assert isinstance(plan, Plan)
+        w = operands[block.operands.index(block.eqn.invars[1])]
+        kernel = _canonical(geometry, w)
+        factors = pivot.factorise(plan.pivot_matrix(kernel), structure)
+        couplings = []
+        for coupled in plan.couplings(kernel).values():
+            rows = jnp.swapaxes(coupled.astype(factors.inverse.dtype), -1, -2)  # [g, m', pivots·m]
+            wide = factors._replace(inverse=factors.inverse[:, None]) if structure == "diagonal" else factors
+            solved = pivot.apply(wide, structure, rows, lax.Precision.HIGHEST)
+            couplings.append(jnp.swapaxes(solved, -1, -2))
+        if structure == "diagonal":
+            inverse_kernel = ()
+        else:
+            inverse_kernel = _like_weight(geometry, plan.inverse_kernel(factors.inverse, geometry.m))
+        return Factors(factors, inverse_kernel, tuple(couplings))
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        geometry, plan, structure, (h0,) = _geometry(block), _plan(block), _structure(block), h
+        assert isinstance(plan, Plan)
+        h0 = h0.astype(factors.pivot.inverse.dtype)
+        rows, strides = plan.pivot_rows(h0, geometry.numbers.lhs_spec[2:])
+        if structure == "diagonal":
+            solved = _divide_channels(geometry, rows, factors.pivot.inverse)
+        else:
+            solved = lax.conv_general_dilated(
+                rows,
+                factors.kernel,
+                window_strides=strides,
+                padding=[(0, 0)] * len(geometry.axes),
+                rhs_dilation=[a.dilation for a in geometry.axes],
+                dimension_numbers=geometry.numbers,
+                feature_group_count=geometry.groups,
+                precision=pivot.solve_precision(structure, block.eqn.params["precision"]),
+            )
+        if not plan.parallel:
+            batch, feature, *spatial = geometry.numbers.out_spec
+            last = lax.transpose(solved, (batch, *spatial, feature))
+            grouped = last.reshape((*last.shape[:-1], geometry.groups, geometry.m_out))
+            shifts = plan_shifts(plan)
+            done = windows.eliminate(plan, grouped, dict(zip(shifts, factors.couplings, strict=True)))
+            order = np.argsort((batch, *spatial, feature))
+            solved = lax.transpose(done.reshape(last.shape), tuple(int(i) for i in order))
+        return (solved.astype(block.outputs[0].aval.dtype),)
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        plan, structure = _plan(block), _structure(block)
+        assert isinstance(plan, Plan)
+        if operands is None:
+            return pivot.gain(structure) if plan.parallel else Gain.unknown()
+        w = operands[block.operands.index(block.eqn.invars[1])]
+        matrix = plan.pivot_matrix(_canonical(_geometry(block), w))
+        own = pivot.gain(structure, matrix)
+        if plan.parallel:
+            return own
+        return Gain(own.factor * self._recursion_gain(block, operands, plan), mixes=True)
+
+    def _recursion_gain(self, block: Block, operands: Sequence[Any], plan: Plan) -> float:
+        """rms ‖A v‖ · rms ‖A⁻¹ u‖ of the recursion A h' = h' + Σ T_a h'[· - a], on random vectors."""
+        factors = self.prepare(block, operands)
+        geometry = _geometry(block)
+        couplings = dict(zip(plan_shifts(plan), factors.couplings, strict=True))
+        shape = (8, *(a.out for a in geometry.axes), geometry.groups, geometry.m_out)
+        v = jax.random.normal(jax.random.key(0), shape, factors.pivot.inverse.dtype)
+        solved = windows.eliminate(plan, v, couplings)
+        applied = v - (windows.apply_couplings(plan, v, couplings))
+        norm = jnp.linalg.norm(v)
+        return float(jnp.linalg.norm(solved) / norm * jnp.linalg.norm(applied) / norm)
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        plan, w = _plan(block), block.eqn.invars[1]
+        assert isinstance(plan, Plan)
+        what = f"the kernel {block.name(w)}, {plan.describe()}"
+        return pivot.alarms(factors.pivot, _structure(block), w.aval.dtype, what)
+
+
+def plan_shifts(plan: Plan) -> list[tuple[int, ...]]:
+    """The shifts of `Plan.couplings`, in its order."""
+    shape = [a.axis.taps for a in plan.axes]
+    return list(plan.couplings(np.zeros((*shape, 1, 1, 1), np.float32)))
+
+
+def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
+    """Each group's first m' channels by the diagonal [g, m'], in the layout of the output."""
+    batch, feature, *spatial = geometry.numbers.lhs_spec
+    last = lax.transpose(rows, (batch, *spatial, feature))
+    grouped = last.reshape((*last.shape[:-1], geometry.groups, geometry.m))
+    solved = grouped[..., : geometry.m_out] / diagonal
+    solved = solved.reshape((*last.shape[:-1], geometry.groups * geometry.m_out))
+    order = np.argsort((geometry.numbers.out_spec[0], *geometry.numbers.out_spec[2:], geometry.numbers.out_spec[1]))
+    return lax.transpose(solved, tuple(int(i) for i in order))

@@ -1,0 +1,387 @@
+"""Pointwise blocks: activations, scale and bias, MaxMin, gates.
+
+Whatever mixture of pointwise primitives and custom derivatives k states of one shape go through to
+become k' ≤ k states of that shape, entry i of the outputs depends on entry i of the inputs only, so
+the Jacobian falls into one k' × k matrix per entry. For k = k' = 1 it is diagonal:
+
+    h = h' · d      ⇒      h' = h / d,          d = pullback(1)
+
+For MaxMin (k = k' = 2) it is a permutation of two, for a gate a·σ(b) (k = 2, k' = 1) a row.
+
+Whether a block is pointwise is read off its *derivative program*, the flat jaxpr that maps tangents to
+tangents (or cotangents to cotangents), so custom rules are judged by what they do. Whether a derivative
+can vanish is probed: the same program, evaluated at one number per entry.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core.primitives import add_jaxvals_p
+
+from .. import compat, staging
+from ..compat import Literal
+from ..errors import SingularError
+from ..graph import POINTWISE, Block
+from ..registry import Alarm, Gain, Rule, State, Verdict, register_region
+
+_CUSTOM = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
+_LEAKY = (
+    "use an activation whose derivative never vanishes: jax.nn.leaky_relu, jnp.abs, or MaxMin; "
+    "or let moonwalk.value_and_grad keep this cotangent"
+)
+
+
+@register_region
+class Elementwise(Rule):
+    """k' ≤ k states of one shape, computed entry by entry."""
+
+    name = "elementwise"
+
+    def matches(self, block: Block) -> bool:
+        if not all(e.primitive in POINTWISE or e.primitive in _CUSTOM for e in block.eqns):
+            return False
+        shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
+        if len(shapes) != 1 or len(block.outputs) > len(block.inputs):
+            return False
+        if not any(e.primitive in _CUSTOM for e in block.eqns) and all(
+            v.aval.shape in shapes or v.aval.shape == () for e in block.eqns for v in e.invars
+        ):
+            return True
+        return derivative_program(block) is not None
+
+    def verdict(self, block: Block) -> Verdict:
+        program = derivative_program(block)
+        if program is None:
+            return Verdict(
+                None,
+                "its backward rule is not linear and pointwise in the cotangent",
+                "wrap the layer in moonwalk.custom_vijp and give it a rule",
+            )
+        probe = _probe(program)
+        if probe.vanishing > 0.05:
+            share = "everywhere" if probe.vanishing > 0.999 else "on part of its range"
+            return Verdict(
+                False,
+                f"its derivative is exactly zero {share} (at {probe.vanishing:.0%} of probed inputs "
+                "between -3 and 3), and there the output's cotangent leaves no trace in the input's",
+                _LEAKY,
+            )
+        if probe.gain < np.inf:
+            return Verdict(True, "pointwise, with a derivative bounded away from zero")
+        return Verdict(True, "pointwise; its derivative may vanish at some inputs, checked on values")
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        del factors
+        rows = _jacobian(block, kept)
+        if len(block.inputs) == 1:
+            (((d,),), (h0,)) = rows, h
+            solved = (h0 / d,)
+        elif len(block.outputs) == 1:
+            (row,) = rows
+            solved = (
+                sum(j * a for j, a in zip(row, h, strict=True)) / sum(j * j for j in row),
+            )
+        elif len(block.inputs) == len(block.outputs) == 2:
+            # [h₁ h₂] = [h'₁ h'₂] [[a, b], [c, d]]; exact where the matrix is a permutation.
+            ((a, b), (c, d)), (h1, h2) = rows, h
+            det = a * d - b * c
+            solved = ((h1 * d - h2 * c) / det, (a * h2 - b * h1) / det)
+        else:
+            solved = _least_squares(rows, h)
+        return tuple(a.astype(v.aval.dtype) for a, v in zip(solved, block.outputs, strict=True))
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        program = derivative_program(block)
+        values = None if operands is None else [np.asarray(o, np.float64) for o in operands]
+        return Gain(_probe(program, values).gain if program else np.inf, mixes=False)
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        del factors
+        rows = _jacobian(block, kept)
+        if len(block.outputs) == 1:
+            bad = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
+            bad = ~(bad >= jnp.finfo(bad.dtype).tiny)
+        elif len(block.inputs) == len(block.outputs) == 2:
+            (a, b), (c, d) = rows
+            bad = ~(jnp.abs(a * d - b * c) >= jnp.finfo(a.dtype).tiny)
+        else:
+            matrix = _stacked(rows)
+            smallest = jnp.linalg.svd(matrix, compute_uv=False)[..., -1]
+            bad = ~(smallest >= jnp.finfo(smallest.dtype).eps)
+        operands = [v for v in block.operands if v in block.names]
+        weights = f" (operands: {', '.join(block.name(v) for v in operands)})" if operands else ""
+        return [
+            Alarm(
+                bad,
+                "vijp: a pointwise block has a derivative that is exactly zero (or not a number) at "
+                f"some entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
+                "output's cotangent cannot be recovered there; " + _LEAKY,
+                SingularError,
+            )
+        ]
+
+
+def _jacobian(block: Block, pullback: Any) -> list[State]:
+    """Rows of the k' × k matrices: row i is the pullback of ones in output i."""
+
+    def unit(i: int) -> State:
+        return tuple(
+            jnp.full(v.aval.shape, float(i == j), v.aval.dtype) for j, v in enumerate(block.outputs)
+        )
+
+    return [tuple(pullback(unit(i))) for i in range(len(block.outputs))]
+
+
+def _stacked(rows: Sequence[State]) -> Any:
+    """[..., k', k] in at least float32."""
+    matrix = jnp.stack([jnp.stack(row, -1) for row in rows], -2)
+    return matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+
+
+def _least_squares(rows: Sequence[State], h: State) -> State:
+    """h' with h' J = h per entry, through a QR of Jᵀ."""
+    matrix = _stacked(rows)
+    q, r = jnp.linalg.qr(jnp.swapaxes(matrix, -1, -2))
+    right = jnp.einsum("...ij,...i->...j", q, jnp.stack(h, -1).astype(q.dtype))
+    solved = jax.scipy.linalg.solve_triangular(r, right[..., None])[..., 0]
+    return tuple(solved[..., i] for i in range(len(rows)))
+
+
+# --- the derivative program -----------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """The flat jaxpr (x, tangents, operands) -> tangents, or its transpose if `backward`."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    states: int  # number of x's
+    seeds: int  # number of tangents, or cotangents, that go in
+    backward: bool
+
+
+def derivative_program(block: Block) -> Program | None:
+    """The block's derivative as a flat jaxpr, or None if it is not linear and pointwise."""
+    if "program" not in block.__dict__:
+        object.__setattr__(block, "program", _derivative_program(block))
+    return block.__dict__["program"]
+
+
+def _derivative_program(block: Block) -> Program | None:
+    x, operands = block.structs()
+    backward = _has_custom_vjp(block.eqns)  # a custom_vjp has no forward derivative
+    seeds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in block.outputs] if backward else x
+    k = len(x)
+
+    def forward_program(*args: Any) -> Any:
+        x, t, operands = args[:k], args[k : 2 * k], args[2 * k :]
+        return jax.jvp(lambda *x: block(x, operands), x, t)[1]
+
+    def backward_program(*args: Any) -> Any:
+        x, ct, operands = args[:k], args[k : k + len(seeds)], args[k + len(seeds) :]
+        return jax.vjp(lambda *x: block(x, operands), *x)[1](tuple(ct))
+
+    fun = backward_program if backward else forward_program
+    flat = [*x, *seeds, *operands]
+    jaxpr, consts = staging.flatten_calls(jax.make_jaxpr(fun)(*flat), flat)
+    program = Program(jaxpr, tuple(consts), k, len(seeds), backward)
+    shape = block.outputs[0].aval.shape
+    if not _is_pointwise(program, shape):
+        return None
+    if backward and not _is_linear(program):
+        return None
+    return program
+
+
+def _has_custom_vjp(eqns: Sequence[Any]) -> bool:
+    for eqn in eqns:
+        if eqn.primitive is compat.custom_vjp_call_p:
+            return True
+        if eqn.primitive in compat.CALLS or eqn.primitive is compat.custom_jvp_call_p:
+            inner, _ = compat.called_jaxpr(eqn)
+            if eqn.primitive in compat.CALLS and _has_custom_vjp(inner.eqns):
+                return True
+    return False
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations that the outputs need (a jvp also traces tangents that nobody reads)."""
+    wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in wanted for v in eqn.outvars):
+            kept.append(eqn)
+            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return kept[::-1]
+
+
+def _seeds(program: Program) -> list[Any]:
+    return program.jaxpr.invars[program.states : program.states + program.seeds]
+
+
+def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
+    """Every equation that a tangent goes through works entry by entry on one shape."""
+    carries = set(_seeds(program))
+    for eqn in _needed(program.jaxpr):
+        touched = [v for v in eqn.invars if not isinstance(v, Literal) and v in carries]
+        if not touched:
+            continue
+        same_shape = all(v.aval.shape == shape for v in (*touched, *eqn.outvars))
+        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p)
+        if not same_shape or not (
+            eqn.primitive in POINTWISE or eqn.primitive is add_jaxvals_p or layout_only
+        ):
+            return False
+        carries.update(eqn.outvars)
+    return True
+
+
+def _is_linear(program: Program) -> bool:
+    """Whether the cotangent goes through linearly: then, and only then, JAX can transpose it."""
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+    first, last = program.states, program.states + program.seeds
+
+    def in_seeds(*seeds: Any) -> Any:
+        args = [jnp.ones(s.shape, s.dtype) for s in structs]
+        args[first:last] = seeds
+        return staging.evaluate(program.jaxpr, program.consts, args, {})
+
+    try:
+        out = jax.eval_shape(in_seeds, *structs[first:last])
+        jax.eval_shape(jax.linear_transpose(in_seeds, *structs[first:last]), out)
+    except Exception:  # JAX raises various types for what it cannot transpose
+        return False
+    return True
+
+
+# --- probing --------------------------------------------------------------------------------------
+
+_CORE, _WIDE = 160, 96
+
+
+class Probe(NamedTuple):
+    """What the probed derivatives say."""
+
+    vanishing: float  # share of inputs in the core at which the Jacobian is exactly singular
+    gain: float  # inf where the derivative is not bounded away from zero
+
+
+_probes: dict[Any, Probe] = {}
+
+
+def _probe(program: Program, operands: Sequence[np.ndarray] | None = None) -> Probe:
+    """Evaluate the derivative at one number per entry; memoised on the program's text."""
+    if operands is not None:
+        return _evaluate_probe(program, operands)
+    key = (str(program.jaxpr), program.states, program.seeds, program.backward)
+    if program.consts:
+        return _evaluate_probe(program, None)
+    if key not in _probes:
+        _probes[key] = _evaluate_probe(program, None)
+    return _probes[key]
+
+
+def _evaluate_probe(program: Program, operands: Sequence[np.ndarray] | None) -> Probe:
+    invars = program.jaxpr.invars
+    rng = np.random.default_rng(0)
+    x = [_inputs(v.aval.dtype, rng) for v in invars[: program.states]]
+    if operands is None:
+        others = [_samples(v.aval, rng) for v in invars[program.states + program.seeds :]]
+    else:
+        others = [_drawn(o, rng) for o in operands]
+    seeds = _seeds(program)
+    columns = []
+    for i in range(program.seeds):
+        unit = [np.full(_CORE + _WIDE, float(i == j), v.aval.dtype) for j, v in enumerate(seeds)]
+        columns.append(_pointwise(program, [*x, *unit, *others], rng))
+    jacobian = np.stack([np.stack(c, -1) for c in columns], -2)  # [probes, seed, result]
+    if not program.backward:
+        jacobian = np.swapaxes(jacobian, -1, -2)  # [probes, k', k]
+    finite = np.isfinite(jacobian).all((-2, -1))
+    core = np.arange(_CORE + _WIDE) < _CORE
+    values = np.linalg.svd(np.where(finite[:, None, None], jacobian, 0), compute_uv=False)
+    largest, smallest = values[:, 0], values[:, -1]
+    singular = finite & (smallest <= 1e-14 * largest)
+    inside = finite & core
+    vanishing = float(singular[inside].mean()) if inside.any() else 0.0
+    return Probe(vanishing, _gain(jacobian[finite], largest[finite], smallest[finite]))
+
+
+def _gain(jacobian: np.ndarray, largest: np.ndarray, smallest: np.ndarray) -> float:
+    """(r² + 1) / 2r for derivatives between r and 1: NUMERICS §1 with half the entries at each end.
+
+    A continuous derivative that changes its sign passes through zero, however wide the probes miss
+    it; one that jumps between a few values (|x|, LeakyReLU) does not.
+    """
+    if not len(jacobian) or smallest.min() <= 1e-3 * largest.max():
+        return np.inf
+    if jacobian.shape[-2:] == (1, 1):
+        d = jacobian[:, 0, 0]
+        if d.min() < 0 < d.max() and len(np.unique(d)) > 8:
+            return np.inf
+    ratio = float(smallest.min() / largest.max())
+    return (ratio**2 + 1) / (2 * ratio)
+
+
+def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
+    """Inputs: a core around zero, where activations live, and magnitudes far out."""
+    info = jnp.finfo(dtype)
+    reach = min(30.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
+    core = rng.uniform(-3, 3, _CORE)
+    wide = rng.choice([-1, 1], _WIDE) * 10.0 ** np.linspace(-reach, reach, _WIDE)
+    return np.concatenate([core, wide]).astype(dtype)
+
+
+def _samples(aval: Any, rng: np.random.Generator) -> np.ndarray:
+    """Values for what is not known: any boolean, any moderate number of either sign."""
+    n = _CORE + _WIDE
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        return (rng.choice([-1, 1], n) * 2.0 ** rng.uniform(-2, 2, n)).astype(aval.dtype)
+    if aval.dtype == np.bool_:
+        return rng.integers(0, 2, n).astype(bool)
+    return rng.integers(0, 4, n).astype(aval.dtype)
+
+
+def _drawn(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Known operands: entries drawn from their own values."""
+    return rng.choice(values.ravel(), _CORE + _WIDE)
+
+
+def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[np.ndarray]:
+    """Evaluate the program with one number in place of every array.
+
+    What is computed by an equation that is not pointwise (a norm under `stop_gradient`) is unknown,
+    and sampled like any other operand.
+    """
+    jaxpr = program.jaxpr
+    size = _CORE + _WIDE
+    with jax.ensure_compile_time_eval():
+        env: dict[Any, Any] = {}
+        for var, const in zip(jaxpr.constvars, program.consts, strict=True):
+            known = compat.concrete(const)
+            env[var] = _samples(var.aval, rng) if known is None else _drawn(known, rng)
+        env.update(
+            (v, jnp.asarray(a, v.aval.dtype)) for v, a in zip(jaxpr.invars, args, strict=True)
+        )
+
+        def read(atom: Any) -> Any:
+            value = jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
+            return jnp.broadcast_to(value, (size,))
+
+        for eqn in _needed(jaxpr):
+            if eqn.primitive in POINTWISE or eqn.primitive is add_jaxvals_p:
+                env.update(
+                    zip(eqn.outvars, compat.bind(eqn, [read(v) for v in eqn.invars]), strict=True)
+                )
+            elif eqn.primitive in (lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p):
+                env[eqn.outvars[0]] = read(eqn.invars[0])
+            else:
+                env.update((v, _samples(v.aval, rng)) for v in eqn.outvars)
+        return [np.asarray(read(v), np.float64) for v in jaxpr.outvars]

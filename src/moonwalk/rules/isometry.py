@@ -1,0 +1,76 @@
+"""Operators declared isometric: J Jᵀ = I, so the vijp is the jvp, h' = J h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..chain import is_declared_isometric
+from ..declare import tolerance
+from ..errors import DeclarationError
+from ..graph import Block
+from ..registry import (
+    Alarm,
+    Gain,
+    Rule,
+    State,
+    Verdict,
+    cast_like_outputs,
+    pushforward,
+    register_region,
+)
+
+
+@register_region
+class Isometry(Rule):
+    """A block one of whose operands is declared "isometric"."""
+
+    name = "isometry"
+
+    def matches(self, block: Block) -> bool:
+        return is_declared_isometric(block)
+
+    def verdict(self, block: Block) -> Verdict:
+        n, n_out = block.sizes
+        if n_out > n:
+            return Verdict(
+                False,
+                f"declared isometric, but {n} numbers cannot hold {n_out} orthogonal rows",
+                "declare only operators whose output is no larger than their input",
+            )
+        return Verdict(True, "declared isometric")
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        del factors
+        return cast_like_outputs(block, pushforward(block, kept, h))
+
+    def gain(self, block: Block, operands: Any = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=True)
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        """J Jᵀ u = u on a random u."""
+        del factors
+        keys = jax.random.split(jax.random.key(0), len(block.outputs))
+        u = tuple(
+            jax.random.normal(k, v.aval.shape, v.aval.dtype)
+            for k, v in zip(keys, block.outputs, strict=True)
+        )
+        back = pushforward(block, kept, kept(u))
+        off = _norm([a - b for a, b in zip(back, u, strict=True)]) / _norm(u)
+        limit = tolerance(block.outputs[0].aval.dtype, 256)
+        return [
+            Alarm(
+                ~(off <= limit),
+                "vijp: an operator is declared 'isometric', but J Jᵀ is not the identity; check the "
+                "kernel, its stride and its padding, or leave the declaration out",
+                DeclarationError,
+            )
+        ]
+
+
+def _norm(arrays: Any) -> Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in arrays))

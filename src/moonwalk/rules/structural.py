@@ -1,0 +1,324 @@
+"""Blocks that move entries about: every output entry is one input entry, none is used twice.
+
+Such a Jacobian selects: J has one 1 per row and at most one per column, so J Jᵀ = I and
+
+    h' = J h,
+
+the vijp **is** the jvp, and its gain is 1. `reshape`, `transpose`, `slice`, `sort`, a pair of strided
+slices, a concatenation of independent parts are all of this kind. What repeats entries (a circular
+pad, a tile) or makes them from nothing (a zero pad) is not submersive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import compat
+from ..compat import JaxprEqn, Literal
+from ..graph import Block
+from ..registry import (
+    Gain,
+    Rule,
+    State,
+    Verdict,
+    cast_like_outputs,
+    pushforward,
+    register_region,
+    register_vijp,
+)
+
+_KEEP = "let moonwalk.value_and_grad keep this cotangent, or leave the step out"
+
+
+class Selection(Rule):
+    """J Jᵀ = I: h' = J h."""
+
+    name = "selection"
+
+    def verdict(self, block: Block) -> Verdict:
+        raise NotImplementedError
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        del factors
+        return cast_like_outputs(block, pushforward(block, kept, h))
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=False)
+
+
+def _repeated(eqn: JaxprEqn) -> bool:
+    """Whether one variable is read twice by the equation."""
+    variables = [v for v in eqn.invars if not isinstance(v, Literal)]
+    return len(set(variables)) < len(variables)
+
+
+@register_vijp(
+    lax.reshape_p,
+    lax.transpose_p,
+    lax.rev_p,
+    lax.squeeze_p,
+    lax.slice_p,
+    lax.split_p,
+    lax.dynamic_slice_p,
+    lax.optimization_barrier_p,
+    lax.sharding_constraint_p,
+    *(getattr(lax, name) for name in ("unstack_p",) if hasattr(lax, name)),
+)
+class Rearrangement(Selection):
+    """A permutation, or a choice of distinct entries, whatever the parameters."""
+
+    name = "rearrangement"
+
+    def verdict(self, block: Block) -> Verdict:
+        del block
+        return Verdict(True, "selects distinct entries")
+
+
+@register_vijp(lax.sort_p, lax.top_k_p)
+class Sorting(Selection):
+    """A permutation that depends on the values (GroupSort); ties as JAX's own derivative has them."""
+
+    name = "sorting"
+
+    def verdict(self, block: Block) -> Verdict:
+        if len(block.inputs) != len(block.outputs):
+            return Verdict(None, "only some of the sorted arrays carry a derivative", _KEEP)
+        return Verdict(True, "permutes entries")
+
+
+@register_vijp(lax.broadcast_in_dim_p)
+class Broadcast(Selection):
+    """Only new axes of length one: anything else repeats entries."""
+
+    name = "broadcast"
+
+    def verdict(self, block: Block) -> Verdict:
+        n, n_out = block.sizes
+        if n == n_out:
+            return Verdict(True, "adds axes of length one")
+        return Verdict(
+            False,
+            f"it repeats entries ({n} become {n_out}): the cotangents of the copies add up and "
+            "cannot be told apart",
+            _KEEP,
+        )
+
+
+@register_vijp(lax.pad_p)
+class Pad(Selection):
+    """Negative padding crops; positive padding makes entries from nothing."""
+
+    name = "pad"
+
+    def verdict(self, block: Block) -> Verdict:
+        config = block.eqn.params["padding_config"]
+        if len(block.inputs) > 1 or block.eqn.invars[1] in block.inputs:
+            return Verdict(None, "the padding value depends on the state", _KEEP)
+        if all(low <= 0 and high <= 0 and interior == 0 for low, high, interior in config):
+            return Verdict(True, "crops")
+        return Verdict(
+            False,
+            f"padding {tuple(tuple(c) for c in config)} adds entries that do not depend on the input: "
+            "their cotangents are lost",
+            "give the padding to the convolution itself, which may be submersive with it",
+        )
+
+
+@register_vijp(lax.concatenate_p, *(getattr(lax, n) for n in ("stack_p",) if hasattr(lax, n)))
+class Concatenation(Selection):
+    """Independent parts side by side."""
+
+    name = "concatenation"
+
+    def verdict(self, block: Block) -> Verdict:
+        eqn = block.eqn
+        if _repeated(eqn):
+            return Verdict(False, "a part occurs twice: the cotangents of the copies add up", _KEEP)
+        if any(v not in block.inputs for v in eqn.invars if not isinstance(v, Literal)) or any(
+            isinstance(v, Literal) for v in eqn.invars
+        ):
+            return Verdict(
+                False,
+                "a part does not depend on the state: its cotangent is lost",
+                "return the parts separately, or " + _KEEP,
+            )
+        return Verdict(True, "joins independent parts")
+
+
+@register_vijp(lax.dynamic_update_slice_p)
+class Update(Selection):
+    """One state written over part of another."""
+
+    name = "update"
+
+    def verdict(self, block: Block) -> Verdict:
+        operand, update = block.eqn.invars[:2]
+        if operand is update or operand not in block.inputs or update not in block.inputs:
+            return Verdict(
+                False,
+                "only one of the two arrays depends on the state: the other's cotangent is lost",
+                _KEEP,
+            )
+        return Verdict(True, "joins independent parts")
+
+
+@register_vijp(lax.gather_p)
+class Gather(Selection):
+    """Indexing with static indices that select: each entry at most once."""
+
+    name = "gather"
+
+    def verdict(self, block: Block) -> Verdict:
+        eqn = block.eqn
+        operand, indices = eqn.invars
+        if indices in block.inputs:
+            return Verdict(None, "the indices carry a derivative", _KEEP)
+        if eqn.params["unique_indices"] and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+            return Verdict(True, "selects distinct entries (promised by unique_indices)")
+        known = block.constant(indices)
+        if known is None:
+            return Verdict(
+                None,
+                "the indices are not known while tracing, and an index that occurs twice would lose "
+                "a cotangent",
+                "use static (NumPy) indices, or promise with "
+                "x.at[...].get(unique_indices=True, mode='promise_in_bounds')",
+            )
+        return _judge_indices(block, [known if v is indices else None for v in block.operands])
+
+
+@register_region
+class SelectionRegion(Selection):
+    """Several structural equations that share a state: together they may still select."""
+
+    name = "selection region"
+    _PRIMITIVES = frozenset(
+        {
+            lax.reshape_p,
+            lax.transpose_p,
+            lax.rev_p,
+            lax.squeeze_p,
+            lax.slice_p,
+            lax.split_p,
+            lax.concatenate_p,
+            lax.broadcast_in_dim_p,
+            lax.gather_p,
+            lax.copy_p,
+            *(getattr(lax, n) for n in ("stack_p", "unstack_p", "tile_p") if hasattr(lax, n)),
+        }
+    )
+
+    def matches(self, block: Block) -> bool:
+        return len(block.eqns) > 1 and all(e.primitive in self._PRIMITIVES for e in block.eqns)
+
+    def verdict(self, block: Block) -> Verdict:
+        n, n_out = block.sizes
+        if n_out > n:
+            return Verdict(
+                False,
+                f"it repeats entries ({n} become {n_out}): the cotangents of the copies add up and "
+                "cannot be told apart",
+                _KEEP,
+            )
+        if all(e.primitive is lax.slice_p for e in block.eqns) and len(block.inputs) == 1:
+            if overlap := _overlapping(block.eqns):
+                return Verdict(
+                    False, "two slices of one array overlap: their cotangents add up", _KEEP, overlap
+                )
+            return Verdict(True, "slices one array into disjoint parts")
+        known = [block.constant(v) for v in block.operands]
+        if any(k is None for k in known):
+            return Verdict(None, "its indices are not known while tracing", "use static indices")
+        return _judge_indices(block, known)
+
+
+def _overlapping(slices: Sequence[JaxprEqn]) -> JaxprEqn | None:
+    """The second of two slices that share an entry, if there are such."""
+
+    def entries(eqn: JaxprEqn, axis: int) -> range:
+        p = eqn.params
+        step = 1 if p["strides"] is None else p["strides"][axis]
+        return range(p["start_indices"][axis], p["limit_indices"][axis], step)
+
+    for a, b in itertools.combinations(slices, 2):
+        axes = range(a.invars[0].aval.ndim)
+        if all(_meet(entries(a, axis), entries(b, axis)) for axis in axes):
+            return b
+    return None
+
+
+def _meet(a: range, b: range) -> bool:
+    """Whether two arithmetic progressions share a member: after b.step tries they never will."""
+    skipped = max(0, -(-(b.start - a.start) // a.step)) if len(a) else 0
+    return any(member in b for member in itertools.islice(a[skipped:], b.step))
+
+
+_LOOK_LIMIT = 1 << 26
+
+
+def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdict:
+    """Run the block on entry numbers: it selects iff no number comes out twice."""
+    n, _ = block.sizes
+    if n > _LOOK_LIMIT:
+        return Verdict(None, f"{n} entries are too many to look through its indices", _KEEP)
+    with jax.ensure_compile_time_eval():
+        first, numbers = 0, []
+        for v in block.inputs:
+            numbers.append(jnp.arange(first, first + v.aval.size).reshape(v.aval.shape))
+            first += v.aval.size
+        env = dict(zip(block.inputs, numbers, strict=True))
+        env.update(
+            (v, jnp.asarray(o)) for v, o in zip(block.operands, operands, strict=True) if o is not None
+        )
+        for eqn in block.eqns:
+            inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            if eqn.primitive is lax.gather_p:  # out-of-bounds entries: a number that none has
+                eqn = eqn.replace(params={**eqn.params, "fill_value": -1})
+            env.update(zip(eqn.outvars, compat.bind(eqn, inputs), strict=True))
+        taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])
+    if (taken < 0).any():
+        return Verdict(False, "some indices are out of bounds: nothing is selected there", _KEEP)
+    if np.bincount(taken, minlength=1).max(initial=0) > 1:
+        twice = int(np.bincount(taken).argmax())
+        return Verdict(
+            False,
+            f"an input entry (number {twice} of {n}) is used more than once: the cotangents of its "
+            "copies add up and cannot be told apart",
+            _KEEP,
+        )
+    return Verdict(True, "selects distinct entries")
+
+
+@register_vijp(lax.cumsum_p)
+class CumulativeSum(Rule):
+    """y_i = Σ_{j≤i} x_j  ⇒  h_i = Σ_{j≥i} h'_j  ⇒  h'_i = h_i - h_{i+1}."""
+
+    name = "cumsum"
+
+    def verdict(self, block: Block) -> Verdict:
+        del block
+        return Verdict(True, "unit lower triangular")
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        del factors, kept
+        axis, reverse = block.eqn.params["axis"], block.eqn.params["reverse"]
+        (h0,) = h
+        edge = jnp.zeros_like(lax.slice_in_dim(h0, 0, 1, axis=axis))
+        if reverse:
+            shifted = lax.concatenate([edge, lax.slice_in_dim(h0, 0, -1, axis=axis)], axis)
+        else:
+            shifted = lax.concatenate([lax.slice_in_dim(h0, 1, None, axis=axis), edge], axis)
+        return cast_like_outputs(block, (h0 - shifted,))
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        # ‖P‖_F ‖P⁻¹‖_F / m with m(m+1)/2 ones in P, and 2m-1 entries ±1 in its inverse.
+        m = block.inputs[0].aval.shape[block.eqn.params["axis"]]
+        return Gain(float(np.sqrt(m * (m + 1) / 2 * (2 * m - 1)) / m), mixes=True)
