@@ -81,9 +81,7 @@ def vijp(
     known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
     outputs = [v for v in results if isinstance(v, Literal) or graph.is_differentiable(v.aval)]
     _refuse_repeated(outputs)
-    cut = graph.build(
-        staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names
-    )
+    cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names)
     composed = chain.build(cut, fallback)
     env, tape = composed.forward({**known, **dict(zip(staged.jaxpr.invars, leaves, strict=True))})
 
@@ -112,7 +110,10 @@ class _Vijp:
         found = dict(zip(self.composed.outputs, leaving, strict=True))
         return jax.tree.unflatten(
             self.out_tree,
-            [found[v] if v in found else np.zeros(v.aval.shape, jax.dtypes.float0) for v in self.results],
+            [
+                found[v] if v in found else np.zeros(v.aval.shape, jax.dtypes.float0)
+                for v in self.results
+            ],
         )
 
 
@@ -142,8 +143,7 @@ def _real_array(leaf: Any) -> Any:
         array = jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
-            f"vijp: primals must be arrays or numbers, but got {leaf!r} of type "
-            f"{type(leaf).__name__}"
+            f"vijp: primals must be arrays or numbers, but got {leaf!r} of type {type(leaf).__name__}"
         ) from error
     if not jnp.issubdtype(array.dtype, jnp.floating):
         kind = "complex" if jnp.issubdtype(array.dtype, jnp.complexfloating) else "integer"
@@ -165,14 +165,14 @@ def _refuse_repeated(outputs: list[Any]) -> None:
     for v in outputs:
         if isinstance(v, Literal):
             raise chain.NotSubmersiveError(
-                f"the output {v.aval.str_short()} is the constant {v.val}",
+                f"the output {graph.type_of(v)} is the constant {v.val}",
                 "the function's return statement",
                 "no derivative flows from the inputs to this output: its Jacobian is zero",
                 "return it as auxiliary data (has_aux=True)",
             )
         if id(v) in seen:
             raise chain.NotSubmersiveError(
-                f"the output {v.aval.str_short()} is returned more than once",
+                f"the output {graph.type_of(v)} is returned more than once",
                 "the function's return statement",
                 "the cotangents of equal outputs add up and cannot be told apart",
                 "return it once, or return the copy as auxiliary data (has_aux=True)",
@@ -182,7 +182,7 @@ def _refuse_repeated(outputs: list[Any]) -> None:
 
 def _cotangents_like(expected: Any, h: Any) -> list[Any]:
     """The leaves of h, checked against the primals; errors show both."""
-    wanted, tree = jax.tree.flatten(expected)
+    tree = jax.tree.structure(expected)
     got_leaves, got_tree = jax.tree.flatten(h)
     if got_tree != tree:
         raise TypeError(
@@ -190,9 +190,7 @@ def _cotangents_like(expected: Any, h: Any) -> list[Any]:
             f"  {tree}\nand the cotangent has\n  {got_tree}"
         )
     arrays = []
-    for (path, want), leaf in zip(
-        jax.tree.flatten_with_path(expected)[0], got_leaves, strict=True
-    ):
+    for (path, want), leaf in zip(jax.tree.flatten_with_path(expected)[0], got_leaves, strict=True):
         got = jnp.asarray(leaf)
         where = f"of primal {path[0].idx}{jax.tree_util.keystr(path[1:])}"
         if got.shape != want.shape:

@@ -87,7 +87,7 @@ class Chain:
     def alarms(self, tape: Tape) -> list[Alarm]:
         """Everything that may be wrong with the values on the tape."""
         return [
-            replace(alarm, message=f"{alarm.message}\n  {_place(block)}")
+            replace(alarm, place=f"{alarm.place}\n  {_place(block)}")
             for (block, rule, _), (factors, kept) in zip(self.links, tape, strict=True)
             for alarm in rule.alarms(block, factors, kept)
         ]
@@ -143,14 +143,14 @@ def refuse(block: Block, verdict: Verdict) -> NotSubmersiveError:
 
 def describe_equation(eqn: JaxprEqn) -> str:
     """'dot_general: f32[8,3], f32[3,4] -> f32[8,4]'."""
-    name = eqn.params.get("name") or eqn.primitive.name
-    name = eqn.primitive.name if name == eqn.primitive.name else f"{eqn.primitive.name} `{name}`"
+    label = compat.label(eqn)
+    name = f"{eqn.primitive.name} `{label}`" if label else eqn.primitive.name
     return f"{name}: {describe_types(eqn.invars)} -> {describe_types(eqn.outvars)}"
 
 
 def describe_types(variables: Iterable[Any]) -> str:
     """'f32[8,3], f32[3,4]'."""
-    return ", ".join(v.aval.str_short() for v in variables)
+    return ", ".join(graph.type_of(v) for v in variables)
 
 
 def _place(block: Block) -> str:
@@ -166,22 +166,20 @@ def _no_rule(block: Block) -> Verdict:
     n, n_out = block.sizes
     primitives = {e.primitive.name for e in block.eqns}
     control = sorted(primitives & {"cond", "while", "scan"})
-    uses = {
-        v: sum(any(v is u for u in e.invars) for e in block.eqns) for v in block.inputs
-    }
+    uses = {v: sum(any(v is u for u in e.invars) for e in block.eqns) for v in block.inputs}
     if n_out > n:
         return Verdict(
             False,
             f"it expands: {n} numbers go in and {n_out} come out, so part of the output's cotangent "
             "leaves no trace in the input's",
             "make the layer's output no larger than its input, or keep this cotangent "
-            "(moonwalk.value_and_grad does so by itself)",
+            "instead of recovering it",
         )
     if len(block.eqns) > 1 and any(u > 1 for u in uses.values()):
         fork = max(block.inputs, key=lambda v: uses[v])
         return Verdict(
             None,
-            f"the state {fork.aval.str_short()} is used {uses[fork]} times and its uses meet again "
+            f"the state {graph.type_of(fork)} is used {uses[fork]} times and its uses meet again "
             f"here: their cotangents add up, and a sum such as x + f(x) is not submersive just "
             "because f is",
             f"{_KRYLOV} if the block as a whole is submersive; or {_CUSTOM}; or use a coupling "
@@ -206,7 +204,7 @@ def _refuse_reused_outputs(cut: Graph) -> None:
                     block,
                     Verdict(
                         False,
-                        f"the value {v.aval.str_short()} is returned and also used here: its "
+                        f"the value {graph.type_of(v)} is returned and also used here: its "
                         "cotangent is a sum whose parts cannot be told apart",
                         "return it as auxiliary data (has_aux=True), or return only what is "
                         "computed from it",
@@ -220,11 +218,9 @@ def _refuse_constant_outputs(cut: Graph) -> None:
     for v in cut.outputs:
         if v in produced or not graph.is_differentiable(v.aval):
             continue
-        maker = next(
-            (e for e in cut.schedule if isinstance(e, JaxprEqn) and v in e.outvars), None
-        )
+        maker = next((e for e in cut.schedule if isinstance(e, JaxprEqn) and v in e.outvars), None)
         raise NotSubmersiveError(
-            describe_equation(maker) if maker is not None else f"the output {v.aval.str_short()}",
+            describe_equation(maker) if maker is not None else f"the output {graph.type_of(v)}",
             compat.source_line(maker) if maker is not None else "a value from outside the function",
             "no derivative flows from the inputs to this output: its Jacobian is zero",
             "return it as auxiliary data (has_aux=True); or, if a rounding or a stop_gradient was "

@@ -25,9 +25,9 @@ def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
         bad = compat.concrete(alarm.bad)
         if bad is not None:
             if bad.any():
-                raise alarm.error(alarm.message + _where(bad))
+                raise alarm.error(alarm.message + _where(bad) + alarm.place)
         elif check:
-            values = eqx.error_if(values, jnp.any(alarm.bad), alarm.message)
+            values = eqx.error_if(values, jnp.any(alarm.bad), alarm.message + alarm.place)
     return values
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -36,8 +36,8 @@ def refuse_unsupported_jax(version: str) -> None:
 refuse_unsupported_jax(jax.__version__)
 
 import jax.extend.source_info_util as _source  # noqa: E402  (after the version check)
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var  # noqa: E402
-from jax.extend.core import jaxpr_as_fun, subjaxprs  # noqa: E402
+from jax.core import Tracer  # noqa: E402
+from jax.extend.core import Literal, Primitive  # noqa: E402
 from jax.extend.core.primitives import (  # noqa: E402
     closed_call_p,
     custom_jvp_call_p,
@@ -48,14 +48,29 @@ from jax.extend.core.primitives import (  # noqa: E402
 )
 from jax.interpreters import ad, batching, mlir  # noqa: E402
 
+if TYPE_CHECKING:
+
+    class JaxprEqn:
+        """As much of an equation as this package reads (JAX's own types say less of avals)."""
+
+        primitive: Primitive
+        params: dict[str, Any]
+        invars: list[Any]
+        outvars: list[Any]
+        effects: Any
+        source_info: Any
+        ctx: Any
+
+        def replace(self, **changes: Any) -> JaxprEqn: ...
+
+else:
+    from jax.extend.core import JaxprEqn
+
 __all__ = [
     "CALLS",
-    "ClosedJaxpr",
-    "Jaxpr",
     "JaxprEqn",
     "Literal",
     "Primitive",
-    "Var",
     "ad",
     "batching",
     "bind",
@@ -63,15 +78,15 @@ __all__ = [
     "custom_jvp_call_p",
     "custom_vjp_call_p",
     "is_concrete",
-    "jaxpr_as_fun",
+    "label",
     "mlir",
     "name_p",
+    "not_mapped",
     "open_jaxpr",
     "origin",
     "scan_counts",
     "source_context",
     "source_line",
-    "subjaxprs",
 ]
 
 # Calls that mean nothing to differentiation: looked through. Custom derivatives are not among them.
@@ -99,9 +114,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"]  # JAX >= 0.11: three trees of consts, carry, xs
-    return len(jax.tree.leaves(consts, is_leaf=_is_none)), len(
-        jax.tree.leaves(carry, is_leaf=_is_none)
-    )
+    return len(jax.tree.leaves(consts, is_leaf=_is_none)), len(jax.tree.leaves(carry, is_leaf=_is_none))
 
 
 def _is_none(leaf: Any) -> bool:
@@ -126,6 +139,17 @@ def source_context(eqn: JaxprEqn) -> Any:
     stack = _source.current_name_stack() + info.name_stack
     traceback = info.traceback if _frames(eqn) else _source.current().traceback
     return _source.user_context(traceback, name_stack=stack)
+
+
+def label(eqn: JaxprEqn) -> str:
+    """The name that a call carries ('relu' of a custom_jvp_call), or ''."""
+    params = eqn.params
+    if isinstance(params.get("label"), str):
+        return params["label"]
+    if "call_jaxpr" in params:
+        info = getattr(open_jaxpr(params["call_jaxpr"])[0], "debug_info", None)
+        return str(getattr(info, "func_name", "") or "")
+    return ""
 
 
 def origin(function: Callable[..., Any]) -> str:
@@ -182,9 +206,12 @@ def _call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
 
 
+not_mapped = getattr(batching, "not_mapped", None)  # how a batching rule sees an unbatched operand
+
+
 def is_concrete(*arrays: Any) -> bool:
     """Whether every leaf holds values now (no tracer among them)."""
-    return not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays))
+    return not any(isinstance(a, Tracer) for a in jax.tree.leaves(arrays))
 
 
 def concrete(array: Any) -> np.ndarray | None:

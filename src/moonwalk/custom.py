@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from . import compat, graph
+from . import compat
 from .errors import DuplicateRuleError
 from .graph import Block
 from .registry import Rule, State, Verdict, register_vijp
 from .rules.generic import MatrixFree
-from .staging import flatten_calls
+from .staging import evaluate
 
 
-class custom_vijp:  # noqa: N801 (a twin of jax.custom_vjp is spelled like it)
+class custom_vijp:
     """Give a function a vijp rule of its own.
 
     The first argument is the state; all others are operands (weights, data) and must not depend on the
@@ -89,7 +90,7 @@ class custom_vijp:  # noqa: N801 (a twin of jax.custom_vjp is spelled like it)
         # Arrays that the function closes over become operands like any others.
         def call(*flat: Any) -> list[Any]:
             inner, outer = flat[: len(leaves)], flat[len(leaves) :]
-            return jax.core.eval_jaxpr(jaxpr, outer, *inner)
+            return evaluate(jaxpr, outer, inner, {})
 
         def rule(flat: Sequence[Any], h: Sequence[Any]) -> list[Any]:
             primals = jax.tree.unflatten(in_tree, flat[: len(leaves)])
@@ -132,30 +133,25 @@ def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
 
 
 def _batch(args: Any, dims: Any, *, call: Any, rule: Any, state: int, label: str) -> Any:
-    not_mapped = compat.batching.not_mapped
-    axes = tuple(None if d is not_mapped else d for d in dims)
-    batched = jax.vmap(call, in_axes=axes)
-    if not isinstance(rule, MatrixFree):
-        unbatched = rule
+    axes = [None if d is compat.not_mapped else d for d in dims]
+    size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
+    # A state shared by a batch of operands has one cotangent, the sum over the batch: a rule written
+    # for one example cannot take it apart. Spread the state first; that step is then what is refused.
+    args = list(args)
+    for i in range(state):
+        if axes[i] is None:
+            args[i], axes[i] = jnp.broadcast_to(args[i], (size, *args[i].shape)), 0
 
-        def rule(flat: Any, h: Any) -> Any:
-            h_axes = [0 if a is None else a for a in axes[:state]]
-            return jax.vmap(
-                lambda flat, h: unbatched(flat, h), in_axes=(list(axes), list(h_axes))
-            )(list(flat), list(h))
+    def batched_rule(flat: Any, h: Any) -> Any:
+        return jax.vmap(rule, in_axes=(axes, axes[:state]))(list(flat), list(h))
 
-    if any(a is None for a in axes[:state]) and any(a is not None for a in axes):
-        # A state shared by a batch of operands has one cotangent, the sum over the batch: the rule,
-        # written for one, cannot take it apart. Spread the state first; that step is then refused.
-        size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
-        spread = [
-            jax.numpy.broadcast_to(a, (size, *a.shape)) if d is None and i < state else a
-            for i, (a, d) in enumerate(zip(args, axes, strict=True))
-        ]
-        axes = tuple(0 if d is None and i < state else d for i, d in enumerate(axes))
-        args = spread
-        batched = jax.vmap(call, in_axes=axes)
-    out = custom_vijp_p.bind(*args, call=batched, rule=rule, state=state, label=label)
+    out = custom_vijp_p.bind(
+        *args,
+        call=jax.vmap(call, in_axes=tuple(axes)),
+        rule=rule if isinstance(rule, MatrixFree) else batched_rule,
+        state=state,
+        label=label,
+    )
     return out, [0] * len(out)
 
 
@@ -192,9 +188,7 @@ class CustomRule(Rule):
         if isinstance(block.eqn.params["rule"], MatrixFree):
             return super().linearize(block, x, operands)
         values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-        args = [
-            v.val if isinstance(v, compat.Literal) else values[v] for v in block.eqn.invars
-        ]
+        args = [v.val if isinstance(v, compat.Literal) else values[v] for v in block.eqn.invars]
         return block(x, operands), args
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
@@ -203,7 +197,7 @@ class CustomRule(Rule):
             return eqn.params["rule"].vijp(block, factors, kept, h)
         found = dict(zip(block.inputs, h, strict=True))
         arriving = [
-            found[v] if v in found else jax.numpy.zeros(v.aval.shape, v.aval.dtype)
+            found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype)
             for v in eqn.invars[: eqn.params["state"]]
         ]
         leaving = dict(zip(eqn.outvars, eqn.params["rule"](kept, arriving), strict=True))

@@ -167,7 +167,7 @@ def _check_concrete(values: np.ndarray, structure: str) -> None:
     dtype = values.dtype
     values = np.asarray(values, np.promote_types(np.float32, dtype) if dtype.itemsize > 2 else "f4")
     with jax.ensure_compile_time_eval():
-        readings = list(_readings(values, structure))
+        readings = [np.asarray(d) for d in _readings(values, structure)]
     limit = allowed_defect(dtype, max(values.shape), structure)
     worst = min(float(np.max(d)) for d in readings)
     if not worst <= limit:
@@ -202,9 +202,7 @@ def _readings(values: np.ndarray, structure: str) -> Iterable[Any]:
 # --- the way of a declaration through the weight side of a trace ----------------------------------
 
 
-def propagate(
-    eqns: Iterable[JaxprEqn], known: Mapping[Any, Declaration]
-) -> dict[Any, Declaration]:
+def propagate(eqns: Iterable[JaxprEqn], known: Mapping[Any, Declaration]) -> dict[Any, Declaration]:
     """Declarations of all variables, from those of the inputs and the `declare` equations."""
     known = dict(known)
     for eqn in eqns:
@@ -247,9 +245,7 @@ def _squeeze(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Decl
 
 def _broadcast(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    axes = {
-        o: int(n) for o, n in enumerate(eqn.params["broadcast_dimensions"]) if old[o] == new[int(n)]
-    }
+    axes = {o: int(n) for o, n in enumerate(eqn.params["broadcast_dimensions"]) if old[o] == new[int(n)]}
     return [incoming[0] and incoming[0].moved(axes)]
 
 

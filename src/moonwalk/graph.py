@@ -17,8 +17,8 @@ block, a strided pair of slices one, and the layers of a network one each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,13 +34,73 @@ from .declare import Declaration, declare_p, propagate
 # Primitives that compute each output entry from the entries at the same place.
 POINTWISE: frozenset[Any] = frozenset(
     getattr(lax, f"{name}_p")
-    for name in """
-    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not
-    one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
-    """.split()
+    for name in [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "one_minus_square",
+        "or",
+        "pow",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+    ]
     if hasattr(lax, f"{name}_p")
 ) | {compat.name_p, declare_p}
 
@@ -99,12 +159,17 @@ class Block:
 
     def name(self, var: Any) -> str:
         """An operand in words: its name in the user's code where it has one, and its type."""
-        kind = var.aval.str_short()
+        kind = type_of(var)
         return f"`{self.names[var]}` ({kind})" if var in self.names else f"of type {kind}"
 
     def structs(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
         """Shapes and dtypes of the state in and of the operands, for abstract evaluation."""
         return [struct(v) for v in self.inputs], [struct(v) for v in self.operands]
+
+
+def type_of(var: Any) -> str:
+    """'f32[8,3]'."""
+    return var.aval.str_short(short_dtypes=True)
 
 
 def struct(var: Any) -> jax.ShapeDtypeStruct:
@@ -195,7 +260,8 @@ def build(
             constants={v: c for v, c in constants.items() if v in reads},
         )
         schedule.append(block)
-    return Graph(tuple(_close_forks(schedule)), tuple(state), outputs, declarations)
+    schedule = _close_forks(_merge_padding(schedule))
+    return Graph(tuple(schedule), tuple(state), outputs, declarations)
 
 
 def fuse(first: Block, second: Block, between: Sequence[JaxprEqn] = ()) -> Block:
@@ -252,6 +318,50 @@ def _close_forks(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]
         joined = fuse(block, items[partner], between)  # type: ignore[arg-type]
         items[i : partner + 1] = [*behind, joined]
     return items
+
+
+def _merge_padding(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]:
+    """A zero pad that only a convolution reads is that convolution's padding.
+
+    Some libraries write a causal convolution as `jnp.pad` and a valid one; alone the pad would not be
+    submersive.
+    """
+    pads = {b.outputs: b for b in schedule if isinstance(b, Block) and _is_zero_pad(b)}
+    merged: dict[int, Block] = {}
+    for item in schedule:
+        if not isinstance(item, Block) or len(item.eqns) != 1 or item.inputs not in pads:
+            continue
+        eqn, pad = item.eqn, pads[item.inputs]
+        if eqn.primitive is not lax.conv_general_dilated_p or any(
+            d != 1 for d in eqn.params["lhs_dilation"]
+        ):
+            continue
+        config = pad.eqn.params["padding_config"]
+        batch, feature, *spatial = eqn.params["dimension_numbers"].lhs_spec
+        if any(config[a] != (0, 0, 0) for a in (batch, feature)):
+            continue
+        padding = tuple(
+            (low + config[a][0], high + config[a][1])
+            for a, (low, high) in zip(spatial, eqn.params["padding"], strict=True)
+        )
+        convolution = eqn.replace(
+            invars=[pad.inputs[0], eqn.invars[1]], params={**eqn.params, "padding": padding}
+        )
+        merged[id(pad)] = pad
+        merged[id(item)] = replace(item, eqns=(convolution,), inputs=pad.inputs)
+    return [
+        merged.get(id(item), item)
+        for item in schedule
+        if not (id(item) in merged and merged[id(item)] is item)
+    ]
+
+
+def _is_zero_pad(block: Block) -> bool:
+    if len(block.eqns) != 1 or block.eqn.primitive is not lax.pad_p or len(block.inputs) != 1:
+        return False
+    value = block.constant(block.eqn.invars[1])
+    interior = any(step for _, _, step in block.eqn.params["padding_config"])
+    return value is not None and not np.any(value) and not interior
 
 
 def _expands_by_forking(block: Block) -> bool:
@@ -417,25 +527,11 @@ _FOLD_LIMIT = 1 << 22  # entries; indices larger than this are not looked into
 
 def _fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
     """Integer values that are known while tracing: static indices and what is computed from them."""
-    known = {
-        v: np.asarray(c)
-        for v, c in consts.items()
-        if compat.is_concrete(c)
-        and not jax.dtypes.issubdtype(c.dtype, jax.dtypes.extended)
-        and not jnp.issubdtype(c.dtype, jnp.inexact)
-        and c.size <= _FOLD_LIMIT
-    }
+    known = {v: np.asarray(c) for v, c in consts.items() if compat.is_concrete(c) and _foldable(c)}
     for eqn in eqns:
-        foldable = all(
-            v.aval.size <= _FOLD_LIMIT
-            and not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
-            and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            for v in eqn.outvars
-        )
-        plain = eqn.primitive in POINTWISE or eqn.primitive in _FOLDED
         if (
-            foldable
-            and plain
+            (eqn.primitive in POINTWISE or eqn.primitive in _FOLDED)
+            and all(_foldable(v.aval) for v in eqn.outvars)
             and all(isinstance(v, Literal) or v in known for v in eqn.invars)
         ):
             with jax.ensure_compile_time_eval():
@@ -445,7 +541,14 @@ def _fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict
     return known
 
 
-_FOLDED: frozenset[Callable[..., Any]] = frozenset(
+def _foldable(array: Any) -> bool:
+    """Indices and masks, and single numbers; never weights, never random keys."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return False
+    return array.size <= (1 if jnp.issubdtype(array.dtype, jnp.inexact) else _FOLD_LIMIT)
+
+
+_FOLDED: frozenset[Any] = frozenset(
     {
         lax.iota_p,
         lax.broadcast_in_dim_p,

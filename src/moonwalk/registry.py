@@ -72,6 +72,7 @@ class Alarm:
     bad: Array  # booleans; any True raises
     message: str
     error: type[Exception]
+    place: str = ""  # where it rang: the equation and its source line
 
 
 class Rule:
@@ -135,7 +136,7 @@ def cast_like_outputs(block: Block, h: Sequence[Any]) -> State:
 _BY_PRIMITIVE: dict[Primitive, Rule] = {}
 _FOR_REGIONS: list[Rule] = []
 
-RuleClass = TypeVar("RuleClass", bound=type[Rule])
+RuleClass = TypeVar("RuleClass", bound=Callable[[], Rule])
 
 
 def register_vijp(*primitives: Primitive) -> Callable[[RuleClass], RuleClass]:
@@ -155,7 +156,7 @@ def register_vijp(*primitives: Primitive) -> Callable[[RuleClass], RuleClass]:
                     f"{type(_BY_PRIMITIVE[primitive]).__name__!r}; wrap your function in "
                     "moonwalk.custom_vijp to give it a rule of its own"
                 )
-        instance = rule()
+        instance: Rule = rule()
         for primitive in primitives:
             _BY_PRIMITIVE[primitive] = instance
         return rule

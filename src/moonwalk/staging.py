@@ -51,9 +51,7 @@ def flatten_calls(closed: Any, avals: Sequence[Any]) -> tuple[Any, Sequence[Any]
     return compat.open_jaxpr(flat)
 
 
-def evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[Any, Any]
-) -> list[Any]:
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[Any, Any]) -> list[Any]:
     """Evaluate a jaxpr, opening calls and doing nothing twice.
 
     `done` remembers each equation by its primitive, operands and parameters: `x[::2]` written twice

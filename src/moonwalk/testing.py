@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ def check_vijp(
             if not error <= limit:
                 raise AssertionError(
                     f"check_vijp: the recovered cotangent is off by {error:.3g} (tolerance "
-                    f"{limit:.1g}) in mode {mode!r}, output {truth.dtype}{list(truth.shape)}, seed {seed}"
+                    f"{limit:.1g}) in mode {mode!r}, output {truth.dtype}{list(truth.shape)}, "
+                    f"seed {seed}"
                 )
             worst = max(worst, error)
     return worst
@@ -68,14 +70,14 @@ def dense_cotangent(fun: Callable[..., Any], primals: Any, h_out: Any) -> Any:
     jacobian = jax.jacrev(fun, argnums=tuple(range(len(primals))))(*primals)
     out_leaves, out_tree = jax.tree.flatten(h_out)
     rows = out_tree.flatten_up_to(jacobian)  # per output leaf: a tree like the primals
-    wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    wide = jnp.float64 if jnp.zeros(()).dtype == jnp.float64 else jnp.float32
 
     def contract(*blocks: Any) -> Any:
-        total = sum(
+        parts = [
             jnp.tensordot(h.astype(wide), b.astype(wide), axes=h.ndim, precision="highest")
             for h, b in zip(out_leaves, blocks, strict=True)
-        )
-        return total.astype(blocks[0].dtype)
+        ]
+        return functools.reduce(jnp.add, parts).astype(blocks[0].dtype)
 
     return jax.tree.map(contract, *rows)
 

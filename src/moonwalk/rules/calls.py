@@ -17,7 +17,7 @@ from .. import chain, compat, graph, staging
 from ..chain import Chain
 from ..errors import NotSubmersiveError
 from ..graph import Block
-from ..registry import Alarm, Gain, Rule, State, Verdict, register_region, register_vijp
+from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 
 
 class Tangents(NamedTuple):

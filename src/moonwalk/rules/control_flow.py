@@ -8,6 +8,7 @@ rules once; weight-only factors of all layers are made in one batched call befor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -103,9 +104,7 @@ def _build_body(block: Block) -> Body | Verdict:
             names[var] = block.names[outer] + ("[layer]" if stacked else "")
     known.update(zip(jaxpr.constvars, consts, strict=True))
     try:
-        cut = graph.build(
-            jaxpr, state, outputs, consts=known, declarations=declarations, names=names
-        )
+        cut = graph.build(jaxpr, state, outputs, consts=known, declarations=declarations, names=names)
         spilled = graph.build(jaxpr, state, [*outputs, *reached])
         if any(v in b.outputs for b in spilled.blocks for v in reached) or reached & set(state):
             return Verdict(
@@ -158,9 +157,7 @@ class Scan(Rule):
         def step(carry: Any, xs: Any) -> Any:
             env = body.env(consts, carry, xs)
             graph.run(body.jaxpr.eqns, env)
-            out = [
-                jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in body.jaxpr.outvars
-            ]
+            out = [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in body.jaxpr.outvars]
             return out[: body.num_carry], (out[body.num_carry :], carry)
 
         last, (ys, carries) = self._scan(block, step, carry, xs)
@@ -187,7 +184,7 @@ class Scan(Rule):
             return (), [jnp.any(a.bad) for a in alarms]
 
         _, bad = self._along(block, body, factors, kept, step, ())
-        return [Alarm(b, a.message + "\n  in a scan, by layer", a.error) for b, a in zip(bad, alarms, strict=True)]
+        return [replace(a, bad=b) for b, a in zip(bad, alarms, strict=True)]
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
         gains = [link.rule.gain(link.block) for link in _checked(block).chain.links]
@@ -197,9 +194,7 @@ class Scan(Rule):
             factor *= g.factor if mixes or g.factor == float("inf") else 1.0
         return Gain(factor ** block.eqn.params["length"], mixes)
 
-    def _along(
-        self, block: Block, body: Body, factors: Any, kept: Any, step: Any, start: Any
-    ) -> Any:
+    def _along(self, block: Block, body: Body, factors: Any, kept: Any, step: Any, start: Any) -> Any:
         """Scan over the layers again, with each layer's tape made from the carry that it saw."""
         carries, consts, xs = kept
 
@@ -215,9 +210,7 @@ class Scan(Rule):
     @staticmethod
     def _scan(block: Block, step: Any, start: Any, inputs: Any) -> Any:
         params = block.eqn.params
-        return lax.scan(
-            step, start, inputs, length=params["length"], reverse=params["reverse"]
-        )
+        return lax.scan(step, start, inputs, length=params["length"], reverse=params["reverse"])
 
 
 def _checked(block: Block) -> Body:

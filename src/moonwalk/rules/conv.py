@@ -150,7 +150,11 @@ class Convolution(Rule):
         couplings = []
         for coupled in plan.couplings(kernel).values():
             rows = jnp.swapaxes(coupled.astype(factors.inverse.dtype), -1, -2)  # [g, m', pivots·m]
-            wide = factors._replace(inverse=factors.inverse[:, None]) if structure == "diagonal" else factors
+            wide = (
+                factors._replace(inverse=factors.inverse[:, None])
+                if structure == "diagonal"
+                else factors
+            )
             solved = pivot.apply(wide, structure, rows, lax.Precision.HIGHEST)
             couplings.append(jnp.swapaxes(solved, -1, -2))
         if structure == "diagonal":
@@ -231,5 +235,7 @@ def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
     grouped = last.reshape((*last.shape[:-1], geometry.groups, geometry.m))
     solved = grouped[..., : geometry.m_out] / diagonal
     solved = solved.reshape((*last.shape[:-1], geometry.groups * geometry.m_out))
-    order = np.argsort((geometry.numbers.out_spec[0], *geometry.numbers.out_spec[2:], geometry.numbers.out_spec[1]))
+    order = np.argsort(
+        (geometry.numbers.out_spec[0], *geometry.numbers.out_spec[2:], geometry.numbers.out_spec[1])
+    )
     return lax.transpose(solved, tuple(int(i) for i in order))

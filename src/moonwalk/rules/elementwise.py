@@ -34,7 +34,7 @@ from ..registry import Alarm, Gain, Rule, State, Verdict, register_region
 _CUSTOM = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
 _LEAKY = (
     "use an activation whose derivative never vanishes: jax.nn.leaky_relu, jnp.abs, or MaxMin; "
-    "or let moonwalk.value_and_grad keep this cotangent"
+    "or keep this cotangent instead of recovering it"
 )
 
 
@@ -85,9 +85,8 @@ class Elementwise(Rule):
             solved = (h0 / d,)
         elif len(block.outputs) == 1:
             (row,) = rows
-            solved = (
-                sum(j * a for j, a in zip(row, h, strict=True)) / sum(j * j for j in row),
-            )
+            products = [j * a for j, a in zip(row, h, strict=True)]
+            solved = (_sum(products) / _sum([j * j for j in row]),)
         elif len(block.inputs) == len(block.outputs) == 2:
             # [h₁ h₂] = [h'₁ h'₂] [[a, b], [c, d]]; exact where the matrix is a permutation.
             ((a, b), (c, d)), (h1, h2) = rows, h
@@ -137,6 +136,10 @@ def _jacobian(block: Block, pullback: Any) -> list[State]:
         )
 
     return [tuple(pullback(unit(i))) for i in range(len(block.outputs))]
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    return functools.reduce(jnp.add, terms)
 
 
 def _stacked(rows: Sequence[State]) -> Any:
@@ -305,8 +308,8 @@ def _evaluate_probe(program: Program, operands: Sequence[np.ndarray] | None) -> 
     if not program.backward:
         jacobian = np.swapaxes(jacobian, -1, -2)  # [probes, k', k]
     finite = np.isfinite(jacobian).all((-2, -1))
-    core = np.arange(_CORE + _WIDE) < _CORE
-    values = np.linalg.svd(np.where(finite[:, None, None], jacobian, 0), compute_uv=False)
+    core = np.repeat([True, False], [_CORE, _WIDE])
+    values = np.linalg.svd(np.where(finite.reshape(-1, 1, 1), jacobian, 0), compute_uv=False)
     largest, smallest = values[:, 0], values[:, -1]
     singular = finite & (smallest <= 1e-14 * largest)
     inside = finite & core
@@ -367,12 +370,10 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
         for var, const in zip(jaxpr.constvars, program.consts, strict=True):
             known = compat.concrete(const)
             env[var] = _samples(var.aval, rng) if known is None else _drawn(known, rng)
-        env.update(
-            (v, jnp.asarray(a, v.aval.dtype)) for v, a in zip(jaxpr.invars, args, strict=True)
-        )
+        env.update((v, jnp.asarray(a, v.aval.dtype)) for v, a in zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
-            value = jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
+            value = jnp.asarray(atom.val) if isinstance(atom, Literal) else env[atom]
             return jnp.broadcast_to(value, (size,))
 
         for eqn in _needed(jaxpr):

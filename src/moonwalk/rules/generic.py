@@ -82,7 +82,9 @@ class MatrixFree(Rule):
         keys = jax.random.split(jax.random.key(0), len(like))
         u = tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, like, strict=True))
         found, converged = self.solve(kept, kept(u), like)
-        wide = [ravel_pytree(s)[0].astype(jnp.promote_types(like[0].dtype, jnp.float32)) for s in (found, u)]
+        wide = [
+            ravel_pytree(s)[0].astype(jnp.promote_types(like[0].dtype, jnp.float32)) for s in (found, u)
+        ]
         error = jnp.linalg.norm(wide[0] - wide[1]) / jnp.linalg.norm(wide[1])
         limit = float(jnp.finfo(like[0].dtype).eps) ** 0.5
         return [

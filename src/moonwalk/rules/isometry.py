@@ -73,4 +73,6 @@ class Isometry(Rule):
 
 
 def _norm(arrays: Any) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in arrays))
+    return jnp.sqrt(
+        sum(jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in arrays)
+    )

@@ -87,7 +87,7 @@ class Dense(Rule):
                 f"the layer expands: {n} features become {n_out}, so {n_out - n} coordinates of the "
                 "output's cotangent are lost",
                 "make the layer no wider than its input, or keep this cotangent "
-                "(moonwalk.value_and_grad does so by itself)",
+                "instead of recovering it",
             )
         structure = _structure(block, layout) or "general"
         return Verdict(True, f"dense {n} -> {n_out}, {structure}, of full column rank")

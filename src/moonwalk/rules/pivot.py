@@ -49,7 +49,7 @@ def factorise(matrix: Float[Array, "*batch in out"], structure: str | None) -> F
     eps = jnp.finfo(matrix.dtype).eps
     if structure == "orthogonal":
         inverse = jnp.swapaxes(matrix, -1, -2)
-        diagonal = jnp.ones(matrix.shape[:-2] + (out,), matrix.dtype)
+        diagonal = jnp.ones((*matrix.shape[:-2], out), matrix.dtype)
     elif structure == "diagonal":
         inverse = diagonal = jnp.diagonal(square, axis1=-2, axis2=-1)
     elif structure in ("lower", "upper"):
@@ -71,9 +71,7 @@ def apply(factors: Factors, structure: str | None, h: Float[Array, "*batch in"],
     if structure == "diagonal":
         return h[..., : factors.inverse.shape[-1]] / factors.inverse
     columns = factors.inverse.shape[-1]
-    return jnp.matmul(
-        h[..., :columns], jnp.swapaxes(factors.inverse, -1, -2), precision=precision
-    )
+    return jnp.matmul(h[..., :columns], jnp.swapaxes(factors.inverse, -1, -2), precision=precision)
 
 
 def solve_precision(structure: str | None, ambient: Any) -> Any:

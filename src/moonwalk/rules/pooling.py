@@ -192,9 +192,7 @@ class SumPooling(Pooling):
         rows, strides = plan.pivot_rows(h0, range(h0.ndim))
         solved = self._mean_over_taps(plan, rows, strides)
         if not plan.parallel:
-            couplings = {
-                shift: jnp.ones((1, 1, 1), h0.dtype) for shift in plan.couplings(_ones(axes))
-            }
+            couplings = {shift: jnp.ones((1, 1, 1), h0.dtype) for shift in plan.couplings(_ones(axes))}
             solved = windows.eliminate(plan, solved[None, ..., None, None], couplings)[0, ..., 0, 0]
         return cast_like_outputs(block, (solved,))
 

@@ -34,7 +34,7 @@ from ..registry import (
     register_vijp,
 )
 
-_KEEP = "let moonwalk.value_and_grad keep this cotangent, or leave the step out"
+_KEEP = "keep this cotangent instead of recovering it, or leave the step out"
 
 
 class Selection(Rule):
@@ -178,7 +178,7 @@ class Gather(Selection):
 
     def verdict(self, block: Block) -> Verdict:
         eqn = block.eqn
-        operand, indices = eqn.invars
+        indices = eqn.invars[1]
         if indices in block.inputs:
             return Verdict(None, "the indices carry a derivative", _KEEP)
         if eqn.params["unique_indices"] and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
@@ -231,7 +231,10 @@ class SelectionRegion(Selection):
         if all(e.primitive is lax.slice_p for e in block.eqns) and len(block.inputs) == 1:
             if overlap := _overlapping(block.eqns):
                 return Verdict(
-                    False, "two slices of one array overlap: their cotangents add up", _KEEP, overlap
+                    False,
+                    "two slices of one array overlap: their cotangents add up",
+                    _KEEP,
+                    overlap,
                 )
             return Verdict(True, "slices one array into disjoint parts")
         known = [block.constant(v) for v in block.operands]

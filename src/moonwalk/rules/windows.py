@@ -170,9 +170,7 @@ class Plan:
 
     def couplings(self, kernel: Any) -> dict[tuple[int, ...], Any]:
         """{shift: the rows [g, pivots·m, m'] through which the window that many before appears}."""
-        options = [
-            {0: a.taps, **{n: (tap,) for n, tap in a.shifts.items()}} for a in self.axes
-        ]
+        options = [{0: a.taps, **{n: (tap,) for n, tap in a.shifts.items()}} for a in self.axes]
         return {
             shift: self._rows(kernel, [o[n] for o, n in zip(options, shift, strict=True)])
             for shift in itertools.product(*options)
@@ -256,9 +254,7 @@ def eliminate(plan: Plan, right: Any, couplings: Mapping[tuple[int, ...], Any]) 
             earlier = history[sum(shift) - 1]
             for i in others:
                 earlier = _shifted(earlier, shift[i], place[i])
-            wave = wave - jnp.einsum(
-                "n...go,gpo->n...gp", earlier, t, precision=lax.Precision.HIGHEST
-            )
+            wave = wave - jnp.einsum("n...go,gpo->n...gp", earlier, t, precision=lax.Precision.HIGHEST)
         wave = jnp.where(inside, wave, 0)
         return jnp.concatenate([wave[None], history[:-1]]), wave
 
