@@ -128,8 +128,8 @@ def _abstract(*avals: Any, call: Any, **_: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
-    tangents = [compat.ad.instantiate_zeros(t) for t in tangents]
-    return jax.jvp(call, primals, tangents)
+    tangents = tuple(compat.ad.instantiate_zeros(t) for t in tangents)
+    return jax.jvp(call, tuple(primals), tangents)
 
 
 def _batch(args: Any, dims: Any, *, call: Any, rule: Any, state: int, label: str) -> Any:

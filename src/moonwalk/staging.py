@@ -99,9 +99,15 @@ def name_constants(
 
     A message that says "the kernel `net.layers[2].weight`" is worth the walk over the closure.
     """
+    if not constvars:
+        return {}
     by_id: dict[int, str] = {}
     for name, value in _captured(fun).items():
-        for path, leaf in jax.tree.flatten_with_path(value)[0]:
+        try:
+            leaves = jax.tree.flatten_with_path(value)[0]
+        except (TypeError, ValueError):  # not a pytree after all (a dict with keys of mixed types)
+            continue
+        for path, leaf in leaves:
             by_id.setdefault(id(leaf), name + jax.tree_util.keystr(path))
     return {v: by_id[id(c)] for v, c in zip(constvars, consts, strict=True) if id(c) in by_id}
 

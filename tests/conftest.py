@@ -1,0 +1,28 @@
+"""Shared by all tests: float64, fast compilation, a fixed Hypothesis profile."""
+
+import os
+
+# Before JAX starts: the suite compiles thousands of tiny programs and runs each once.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,  # the first example of a shape compiles
+    derandomize=True,  # the same examples on every machine
+    max_examples=200,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_about_precision():
+    """Nothing yet: a place for checks around every test."""
+    yield

@@ -1,0 +1,74 @@
+"""A rule without a case is a rule nobody tests."""
+
+import jax
+import pytest
+from cases import CASES
+
+from moonwalk import chain, graph, registry, staging
+from moonwalk.graph import POINTWISE
+from moonwalk.rules import calls, control_flow
+
+# Pointwise primitives that no state goes through: comparisons, logic, and what has no derivative.
+WITHOUT_DERIVATIVE = {
+    "eq ne lt le gt ge and or not xor is_finite sign floor ceil round nextafter stop_gradient"
+    " moonwalk_declare"  # a weight's, tested in test_declare.py
+}
+
+
+def _links(links):
+    for link in links:
+        yield link
+        if link.rule.name == "scan":
+            yield from _links(control_flow._checked(link.block).chain.links)
+        if link.rule.name == "own derivative":
+            yield from _links(calls._checked(link.block).chain.links)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """(names of the rules, names of the primitives) that the cases exercise."""
+    rules, primitives = set(), set()
+    for case in CASES.values():
+        staged = staging.stage(lambda *p, f=case.fun: (f(*p), None), *case.primals)
+        known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
+        outputs = [v for v in staged.jaxpr.outvars if graph.is_differentiable(v.aval)]
+        cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known)
+        for block, rule, _ in _links(chain.build(cut).links):
+            rules.add(rule.name)
+            primitives.update(e.primitive.name for e in block.eqns)
+    return rules, primitives
+
+
+def test_every_rule_has_a_case(served):
+    rules, _ = served
+    assert set(registry.all_rules()) - rules == set()
+
+
+def test_every_primitive_with_a_rule_has_a_case(served):
+    _, primitives = served
+    registered = {p.name for p in registry.primitives_with_rules()}
+    absent = {"sharding_constraint"}  # needs a mesh; a rearrangement like the others
+    assert registered - primitives - absent == set()
+
+
+def test_every_pointwise_primitive_has_a_case(served):
+    _, primitives = served
+    needless = set(" ".join(WITHOUT_DERIVATIVE).split())
+    assert {p.name for p in POINTWISE} - primitives - needless == set()
+
+
+def test_the_meta_test_can_fail(served):
+    """A rule nobody has a case for is noticed."""
+
+    class Orphan(registry.Rule):
+        name = "orphan"
+
+    primitive = jax.extend.core.Primitive("orphan")
+    registry.register_vijp(primitive)(Orphan)
+    try:
+        with pytest.raises(AssertionError, match="orphan"):
+            test_every_rule_has_a_case(served)
+        with pytest.raises(AssertionError, match="orphan"):
+            test_every_primitive_with_a_rule_has_a_case(served)
+    finally:
+        del registry._BY_PRIMITIVE[primitive]
