@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from weights import diagonal, general, kernel, lower, normal, orthogonal, upper
 
 import moonwalk as mw
-from weights import diagonal, general, kernel, lower, normal, orthogonal, upper
 
 
 class Case(NamedTuple):
@@ -145,12 +145,41 @@ case("dense, square", lambda x: x @ w(general(6), x), X)
 case("dense, to one", lambda x: x @ w(general(6, 1)[:, 0], x), X)
 case("dense, weight first", lambda x: w(general(6, 4).T, x) @ x.T, X)
 case("dense, vmapped", jax.vmap(lambda x: w(general(6, 4).T, x) @ x), X)
-case("dense, ensemble", lambda x: jax.vmap(jnp.matmul)(x, w(jnp.stack([general(6, 4, s) for s in range(3)]), x)), X)
-case("dense, two axes in", lambda x: jnp.einsum("bij,ijk->bk", x.reshape(3, 2, 3), w(general(6, 4).reshape(2, 3, 4), x)), X)
-case("dense, heads", lambda x: jnp.einsum("bhi,hio->hbo", x.reshape(3, 2, 3), w(jnp.stack([general(3, 2, s) for s in range(2)]), x)), X)
-for name, make in (("lower", lower), ("upper", upper), ("diagonal", diagonal), ("orthogonal", orthogonal)):
-    case(f"dense {name}", lambda x, m=make, n=name: x @ mw.declare(w(m(6), x), n), X, half=name != "orthogonal")
-    case(f"dense {name}, tall", lambda x, m=make, n=name: x @ mw.declare(w(m(6, 4), x), n), X, half=name != "orthogonal")
+case(
+    "dense, ensemble",
+    lambda x: jax.vmap(jnp.matmul)(x, w(jnp.stack([general(6, 4, s) for s in range(3)]), x)),
+    X,
+)
+case(
+    "dense, two axes in",
+    lambda x: jnp.einsum("bij,ijk->bk", x.reshape(3, 2, 3), w(general(6, 4).reshape(2, 3, 4), x)),
+    X,
+)
+case(
+    "dense, heads",
+    lambda x: jnp.einsum(
+        "bhi,hio->hbo", x.reshape(3, 2, 3), w(jnp.stack([general(3, 2, s) for s in range(2)]), x)
+    ),
+    X,
+)
+for name, make in (
+    ("lower", lower),
+    ("upper", upper),
+    ("diagonal", diagonal),
+    ("orthogonal", orthogonal),
+):
+    case(
+        f"dense {name}",
+        lambda x, m=make, n=name: x @ mw.declare(w(m(6), x), n),
+        X,
+        half=name != "orthogonal",
+    )
+    case(
+        f"dense {name}, tall",
+        lambda x, m=make, n=name: x @ mw.declare(w(m(6, 4), x), n),
+        X,
+        half=name != "orthogonal",
+    )
 case("dense isometric", lambda x: x @ mw.declare(w(orthogonal(6, 4), x), "isometric"), X, half=False)
 
 # --- convolution ------------------------------------------------------------------------------------
@@ -163,7 +192,10 @@ def conv(kernel_, stride, padding, dilation=1, groups=1, layout="last"):
     if layout == "last":
         numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
     else:
-        numbers, kernel_ = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}"), jnp.moveaxis(kernel_, (-2, -1), (1, 0))
+        numbers, kernel_ = (
+            (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}"),
+            jnp.moveaxis(kernel_, (-2, -1), (1, 0)),
+        )
     padding = [padding] * d if isinstance(padding, tuple) else padding
 
     def fun(x):
@@ -181,7 +213,7 @@ def conv(kernel_, stride, padding, dilation=1, groups=1, layout="last"):
 
 
 def declared_conv(kernel_, structure, stride, padding):
-    inner = lambda x: lax.conv_general_dilated(  # noqa: E731
+    inner = lambda x: lax.conv_general_dilated(
         x,
         mw.declare(w(kernel_, x), structure),
         [stride] * (kernel_.ndim - 2),
@@ -193,7 +225,11 @@ def declared_conv(kernel_, structure, stride, padding):
 
 case("conv lemma, parallel", conv(kernel((3,), 4, 4, (1,)), 2, (1, 1)), SEQUENCE)
 case("conv lemma, recursion", conv(kernel((4,), 4, 3, (1,)), 2, (1, 1)), SEQUENCE)
-case("conv 2d, NCHW", conv(kernel((3, 3), 4, 4, (1, 1)), 2, (1, 1), layout="first"), jnp.moveaxis(IMAGE, -1, 1))
+case(
+    "conv 2d, NCHW",
+    conv(kernel((3, 3), 4, 4, (1, 1)), 2, (1, 1), layout="first"),
+    jnp.moveaxis(IMAGE, -1, 1),
+)
 case("conv 2d, wavefront", conv(kernel((3, 3), 4, 4, (0, 0)), 1, (0, 2)), IMAGE[:, :5, :6])
 case("conv 2d, valid", conv(kernel((2, 2), 4, 2, (0, 0)), 1, (0, 0)), IMAGE[:, :5, :5])
 case("conv 3d", conv(kernel((3, 3, 3), 2, 2, (1, 1, 1)), 2, (1, 1)), normal(2, 5, 5, 5, 2))
@@ -207,16 +243,49 @@ case("conv, anti-causal", conv(kernel((3,), 4, 4, (0,)), 1, (0, 2)), SEQUENCE)
 case("conv, asymmetric padding", conv(kernel((3, 3), 4, 4, (1, 0)), 2, [(1, 0), (0, 2)]), IMAGE)
 case("conv, dilated kernel", conv(kernel((3,), 4, 4, (0,)), 3, (0, 1), dilation=2), normal(2, 12, 4))
 case("conv, wider pivot", conv(kernel((3,), 4, 4, (1,)), 2, (0, 0)), SEQUENCE)
-case("patchify", conv(normal(2, 2, 4, 16, seed=2).at[...].set(general(16, 16).reshape(2, 2, 4, 16)), 2, (0, 0)), IMAGE)
+case(
+    "patchify",
+    conv(normal(2, 2, 4, 16, seed=2).at[...].set(general(16, 16).reshape(2, 2, 4, 16)), 2, (0, 0)),
+    IMAGE,
+)
 case("patchify with gaps", conv(general(16, 10).reshape(2, 2, 4, 10), 3, (0, 0)), IMAGE)
 case("conv 1×1", conv(general(4, 3).reshape(1, 1, 4, 3), 1, (0, 0)), IMAGE)
-case("conv, vmapped", jax.vmap(lambda x: conv(kernel((3,), 4, 4, (1,)), 2, (1, 1))(x[None])[0]), SEQUENCE)
-case("conv, vmapped weights", lambda x: jax.vmap(lambda x, k: lax.conv_general_dilated(x[None], w(k, x), [2], [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"))[0])(x, jnp.stack([kernel((3,), 4, 4, (1,), seed=s) for s in (1, 2)])), SEQUENCE)
-case("conv after an explicit pad", lambda x: conv(kernel((3,), 4, 4, (2,)), 1, (0, 0))(jnp.pad(x, ((0, 0), (2, 0), (0, 0)))), SEQUENCE)
+case(
+    "conv, vmapped", jax.vmap(lambda x: conv(kernel((3,), 4, 4, (1,)), 2, (1, 1))(x[None])[0]), SEQUENCE
+)
+case(
+    "conv, vmapped weights",
+    lambda x: jax.vmap(
+        lambda x, k: lax.conv_general_dilated(
+            x[None], w(k, x), [2], [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC")
+        )[0]
+    )(x, jnp.stack([kernel((3,), 4, 4, (1,), seed=s) for s in (1, 2)])),
+    SEQUENCE,
+)
+case(
+    "conv after an explicit pad",
+    lambda x: conv(kernel((3,), 4, 4, (2,)), 1, (0, 0))(jnp.pad(x, ((0, 0), (2, 0), (0, 0)))),
+    SEQUENCE,
+)
 for name in ("lower", "upper", "diagonal", "orthogonal"):
-    case(f"conv {name} pivot", declared_conv(kernel((3, 3), 4, 4, (1, 1), name), name, 2, (1, 1)), IMAGE, half=name != "orthogonal")
-    case(f"conv {name} pivot, fewer channels", declared_conv(kernel((3,), 4, 3, (1,), name), name, 2, (1, 1)), SEQUENCE, half=name != "orthogonal")
-    case(f"conv {name} pivot, recursion", declared_conv(kernel((3,), 4, 4, (0,), name), name, 2, (0, 0)), SEQUENCE, half=name != "orthogonal")
+    case(
+        f"conv {name} pivot",
+        declared_conv(kernel((3, 3), 4, 4, (1, 1), name), name, 2, (1, 1)),
+        IMAGE,
+        half=name != "orthogonal",
+    )
+    case(
+        f"conv {name} pivot, fewer channels",
+        declared_conv(kernel((3,), 4, 3, (1,), name), name, 2, (1, 1)),
+        SEQUENCE,
+        half=name != "orthogonal",
+    )
+    case(
+        f"conv {name} pivot, recursion",
+        declared_conv(kernel((3,), 4, 4, (0,), name), name, 2, (0, 0)),
+        SEQUENCE,
+        half=name != "orthogonal",
+    )
 
 
 def circular(x):
@@ -268,7 +337,11 @@ case("dynamic slice", lambda x: lax.dynamic_slice(x, (1, 2), (2, 3)), X)
 case("dynamic update", lambda x, y: lax.dynamic_update_slice(x, y, (1, 2)), X, normal(2, 3, seed=8))
 case("static gather", lambda x: x[:, np.array([4, 0, 3])], X)
 case("static take", lambda x: jnp.take(x, np.array([4, 0, 3]), axis=1), X)
-case("promised gather", lambda x: x.at[:, jnp.array([4, 0])].get(unique_indices=True, mode="promise_in_bounds"), X)
+case(
+    "promised gather",
+    lambda x: x.at[:, jnp.array([4, 0])].get(unique_indices=True, mode="promise_in_bounds"),
+    X,
+)
 case("permutation and its sum", lambda x: jnp.cumsum(x[:, np.array([5, 3, 1, 0, 2, 4])], 1), X)
 case("roll", lambda x: jnp.roll(x, 2, axis=1), X)
 case("split", lambda x: jnp.split(x, 3, axis=1), X)
@@ -277,11 +350,20 @@ case("stack", lambda x, y: jnp.stack([x, 2 * y]), X, normal(3, 6, seed=5))
 case("concatenate", lambda x, y: jnp.concatenate([x, y], 1), X, normal(3, 2, seed=5))
 case("even and odd", lambda x: (x[:, ::2] * 2, x[:, 1::2]), X)
 case("shuffled halves", lambda x: jnp.concatenate([x[:, 3:], jnp.flip(x[:, :3], 1)], 1), X)
-case("pixel-unshuffle", lambda x: x.reshape(2, 4, 2, 4, 2, 4).transpose(0, 1, 3, 2, 4, 5).reshape(2, 4, 4, 16), IMAGE)
-case("pixel-unshuffle by slices", lambda x: jnp.concatenate([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1), IMAGE)
+case(
+    "pixel-unshuffle",
+    lambda x: x.reshape(2, 4, 2, 4, 2, 4).transpose(0, 1, 3, 2, 4, 5).reshape(2, 4, 4, 16),
+    IMAGE,
+)
+case(
+    "pixel-unshuffle by slices",
+    lambda x: jnp.concatenate([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1),
+    IMAGE,
+)
 case("gathered halves", lambda x: (x[:, np.array([1, 3, 5])], x[:, np.array([0, 2])]), X)
 case("cumsum", lambda x: jnp.cumsum(x, axis=1), X)
 case("cumsum, reversed", lambda x: lax.cumsum(x, axis=0, reverse=True), X)
+case("tile once", lambda x: jnp.tile(2 * x, (1, 1)), X)
 case("barrier", lambda x: lax.optimization_barrier((x, 3.0))[0], X)
 
 # --- calls and control flow ---------------------------------------------------------------------------
@@ -352,12 +434,39 @@ case("custom vijp", lambda x: turn(x, 0.3), X[:2])
 case("custom vijp, vmapped", jax.vmap(lambda x: turn(x, 0.3)), X[:, :2])
 case("matrix-free layer", lambda x: residual(x, w(general(6), x)), X, half=False)
 case("scan", lambda x: lax.scan(lambda c, m: (layer(c, m), None), x, w(STACK, x))[0], X)
-case("scan, declared inside", lambda x: lax.scan(lambda c, m: (layer(c, mw.declare(m, "orthogonal")), None), x, w(STACK, x))[0], X, half=False)
-case("scan, declared on the stack", lambda x: lax.scan(lambda c, m: (layer(c, m), None), x, mw.declare(w(STACK, x), "orthogonal"))[0], X, half=False)
-case("scan, reversed", lambda x: lax.scan(lambda c, m: (layer(c, m), None), x, w(STACK, x), reverse=True)[0], X)
-case("scan, shared weight", lambda x: lax.scan(lambda c, _: (layer(c, w(STACK[0], x)), None), x, None, length=3)[0], X)
-case("scan, counter in the carry", lambda x: lax.scan(lambda c, m: ((layer(c[0], m), c[1] + 1), None), (x, 0), w(STACK, x))[0][0], X)
-case("scan, two states", lambda x, y: lax.scan(lambda c, m: ((layer(c[1], m), c[0]), None), (x, y), w(STACK, x))[0], X, normal(3, 6, seed=9))
+case(
+    "scan, declared inside",
+    lambda x: lax.scan(lambda c, m: (layer(c, mw.declare(m, "orthogonal")), None), x, w(STACK, x))[0],
+    X,
+    half=False,
+)
+case(
+    "scan, declared on the stack",
+    lambda x: lax.scan(lambda c, m: (layer(c, m), None), x, mw.declare(w(STACK, x), "orthogonal"))[0],
+    X,
+    half=False,
+)
+case(
+    "scan, reversed",
+    lambda x: lax.scan(lambda c, m: (layer(c, m), None), x, w(STACK, x), reverse=True)[0],
+    X,
+)
+case(
+    "scan, shared weight",
+    lambda x: lax.scan(lambda c, _: (layer(c, w(STACK[0], x)), None), x, None, length=3)[0],
+    X,
+)
+case(
+    "scan, counter in the carry",
+    lambda x: lax.scan(lambda c, m: ((layer(c[0], m), c[1] + 1), None), (x, 0), w(STACK, x))[0][0],
+    X,
+)
+case(
+    "scan, two states",
+    lambda x, y: lax.scan(lambda c, m: ((layer(c[1], m), c[0]), None), (x, y), w(STACK, x))[0],
+    X,
+    normal(3, 6, seed=9),
+)
 case("fori_loop", lambda x: lax.fori_loop(0, 3, lambda i, c: layer(c, w(STACK[0], x)), x), X)
 
 # --- whole functions ----------------------------------------------------------------------------------

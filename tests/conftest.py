@@ -9,7 +9,6 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import hypothesis
-import pytest
 
 hypothesis.settings.register_profile(
     "ci",
@@ -20,9 +19,3 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("ci")
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_about_precision():
-    """Nothing yet: a place for checks around every test."""
-    yield

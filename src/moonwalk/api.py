@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from . import chain, checks, compat, graph
+from . import chain, checks, compat, graph, partition
 from .chain import Chain, Tape
 from .compat import Literal
 from .registry import Rule
@@ -79,7 +79,7 @@ def vijp(
     results = staged.jaxpr.outvars[: out_tree.num_leaves]
 
     known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
-    outputs = [v for v in results if isinstance(v, Literal) or graph.is_differentiable(v.aval)]
+    outputs = [v for v in results if isinstance(v, Literal) or partition.is_differentiable(v.aval)]
     _refuse_repeated(outputs)
     cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names)
     composed = chain.build(cut, fallback)

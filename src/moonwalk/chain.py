@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from . import compat, graph, registry
+from . import compat, graph, partition, registry
 from .compat import JaxprEqn, Literal
 from .errors import NotSubmersiveError
 from .graph import Block, Graph
@@ -70,8 +70,11 @@ class Chain:
             operands = [env[v] for v in block.operands]
             made = next(given)
             made = rule.prepare(block, operands) if made is None else made
-            y, kept = rule.linearize(block, tuple(env[v] for v in block.inputs), operands)
+            x = tuple(env[v] for v in block.inputs)
+            y, kept = rule.linearize(block, x, operands)
             env.update(zip(block.outputs, y, strict=True))
+            if block.exports:
+                env.update(zip(block.exports, block.values(block.exports, x, operands), strict=True))
             tape.append((made, kept))
         return env, tuple(tape)
 
@@ -105,7 +108,7 @@ def build(cut: Graph, fallback: Rule | None = None) -> Chain:
     """Give every block its rule, or raise `NotSubmersiveError` at the first that has none."""
     _refuse_reused_outputs(cut)
     schedule: list[Link | JaxprEqn] = []
-    for item in _with_isometries_fused(cut.schedule):
+    for item in _with_isometries_joined(cut):
         if isinstance(item, Block):
             item = Link(item, *choose(item, fallback))
         schedule.append(item)
@@ -216,7 +219,7 @@ def _refuse_constant_outputs(cut: Graph) -> None:
     """An output that no derivative reaches: every row of its Jacobian is zero."""
     produced = {v for b in cut.blocks for v in b.outputs} | set(cut.inputs)
     for v in cut.outputs:
-        if v in produced or not graph.is_differentiable(v.aval):
+        if v in produced or not partition.is_differentiable(v.aval):
             continue
         maker = next((e for e in cut.schedule if isinstance(e, JaxprEqn) and v in e.outvars), None)
         raise NotSubmersiveError(
@@ -228,20 +231,20 @@ def _refuse_constant_outputs(cut: Graph) -> None:
         )
 
 
-def _with_isometries_fused(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]:
+def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:
     """Join an operator declared isometric with the expanding steps it needs before it.
 
     A circular convolution is a wrap-around copy, which repeats entries and is not submersive, and
     then a convolution; the declaration speaks of both together.
     """
     result: list[Block | JaxprEqn] = []
-    for item in schedule:
+    for item in cut.schedule:
         if isinstance(item, Block) and is_declared_isometric(item):
             while (before := _feeding(result, item)) is not None and not any(
                 rule.verdict(before) for rule in registry.rules_for(before)
             ):
                 result.remove(before)
-                item = graph.fuse(before, item)
+                item = cut.cutter.join([before, item])
         result.append(item)
     return result
 

@@ -3,116 +3,31 @@
 Three kinds of equations:
 
 - the *trunk*: equations through which a derivative flows from the state (the inputs) to the outputs;
-- equations whose values depend on the state but whose derivatives do not matter (`x >= 0`, `floor`,
-  what stands under `stop_gradient`): computed on the way, absorbed into the block that reads them
-  where they are pointwise, so that a rule sees `ge` and `select_n` together;
+- equations whose values depend on the state but whose derivatives do not matter (`x >= 0`, `floor`, what
+  stands under `stop_gradient`): computed on the way, absorbed into the block that reads them where they
+  are pointwise, so that a rule sees `ge` and `select_n` together;
 - everything else (weights, data, constants), whose values are the blocks' *operands*.
 
-The trunk is cut into *blocks* such that every state variable is consumed inside one block only. That
-is what makes composition right: a variable's cotangent is then exactly what its block needs. Equations
-that share a state variable therefore stand in one block, and so does everything on a cycle that this
-creates (x + f(x) is one block). The partition is the finest with this property, so `leaky_relu` is one
-block, a strided pair of slices one, and the layers of a network one each.
+The trunk is cut into *blocks* such that every state variable is consumed inside one block only
+(`partition`). So `leaky_relu` is one block, a strided pair of slices one, each layer of a network one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from . import compat
 from .compat import JaxprEqn, Literal
-from .declare import Declaration, declare_p, propagate
-
-# Primitives that compute each output entry from the entries at the same place.
-POINTWISE: frozenset[Any] = frozenset(
-    getattr(lax, f"{name}_p")
-    for name in [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "one_minus_square",
-        "or",
-        "pow",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-    ]
-    if hasattr(lax, f"{name}_p")
-) | {compat.name_p, declare_p}
-
-# Pointwise primitives whose derivative is zero wherever it exists.
-_FLAT: frozenset[Any] = frozenset(
-    {lax.stop_gradient_p, lax.sign_p, lax.floor_p, lax.ceil_p, lax.round_p, lax.nextafter_p}
-)
-
-
-def is_differentiable(aval: Any) -> bool:
-    """Whether a variable of this type can carry a cotangent."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+from .declare import Declaration, propagate
+from .facts import fold_constants, propagate_names
+from .partition import active_variables, partition
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +42,23 @@ class Block:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     operands: tuple[Any, ...]
+    exports: tuple[Any, ...] = ()  # inner values that somebody outside reads (no cotangent of theirs)
     declarations: Mapping[Any, Declaration] = field(default_factory=dict)
     names: Mapping[Any, str] = field(default_factory=dict)
     constants: Mapping[Any, np.ndarray] = field(default_factory=dict)
 
     def __call__(self, x: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """The block's outputs at the state `x`."""
+        return self.values(self.outputs, x, operands)
+
+    def values(
+        self, wanted: Sequence[Any], x: Sequence[Any], operands: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Any of the block's variables at the state `x`."""
         env = dict(zip(self.inputs, x, strict=True))
         env.update(zip(self.operands, operands, strict=True))
         run(self.eqns, env)
-        return tuple(env[v] for v in self.outputs)
+        return tuple(env[v] for v in wanted)
 
     @property
     def eqn(self) -> JaxprEqn:
@@ -191,7 +113,7 @@ class Graph:
     schedule: tuple[Block | JaxprEqn, ...]
     inputs: tuple[Any, ...]  # the state at the entry
     outputs: tuple[Any, ...]  # the state at the exit
-    declarations: Mapping[Any, Declaration]
+    cutter: Cutter
 
     @property
     def blocks(self) -> list[Block]:
@@ -218,74 +140,84 @@ def build(
     - `consts`: values of the variables that are known, for static indices.
     - `declarations`, `names`: of the jaxpr's inputs, where something is known of them.
     """
-    declarations = propagate(jaxpr.eqns, declarations or {})
-    names = _propagate_names(jaxpr.eqns, names or {})
-    constants = _fold_constants(jaxpr.eqns, consts or {})
+    constants = fold_constants(jaxpr.eqns, consts or {})
+    eqns = _merge_padding(jaxpr.eqns, jaxpr.outvars, constants)
     outputs = tuple(dict.fromkeys(v for v in outputs if not isinstance(v, Literal)))
-    eqns = jaxpr.eqns
-    active = _active_variables(eqns, state, outputs)
-    groups = _partition(eqns, active, outputs)
-    readers: dict[Any, set[int]] = {}
-    for i, group in enumerate(groups):
-        for eqn in group:
+    active = active_variables(eqns, state, outputs)
+    cutter = Cutter(
+        eqns,
+        results=frozenset(v for v in jaxpr.outvars if not isinstance(v, Literal)),
+        outputs=frozenset(outputs),
+        active=frozenset(active),
+        declarations=propagate(eqns, declarations or {}),
+        names=propagate_names(eqns, names or {}),
+        constants=constants,
+    )
+    schedule: list[Block | JaxprEqn] = []
+    for group in partition(eqns, active, outputs):
+        if any(v in active for e in group for v in e.outvars):
+            schedule.append(cutter.block(group))
+        else:
+            schedule += group
+    return Graph(tuple(_close_forks(schedule, cutter)), tuple(state), outputs, cutter)
+
+
+class Cutter:
+    """Makes blocks out of groups of equations of one jaxpr."""
+
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        results: frozenset[Any],
+        outputs: frozenset[Any],
+        active: frozenset[Any],
+        declarations: Mapping[Any, Declaration],
+        names: Mapping[Any, str],
+        constants: Mapping[Any, np.ndarray],
+    ):
+        self.results, self.outputs, self.active = results, outputs, active
+        self.facts = {"declarations": declarations, "names": names, "constants": constants}
+        self.readers: dict[Any, list[JaxprEqn]] = {}
+        for eqn in eqns:
             for v in eqn.invars:
                 if not isinstance(v, Literal):
-                    readers.setdefault(v, set()).add(i)
+                    self.readers.setdefault(v, []).append(eqn)
 
-    schedule: list[Block | JaxprEqn] = []
-    for i, group in enumerate(groups):
-        if not any(v in active for e in group for v in e.outvars):
-            schedule += group
-            continue
-        produced = {v for e in group for v in e.outvars}
-        escaping = {v for v in produced if v in outputs or readers.get(v, set()) - {i}}
+    def on_trunk(self, eqn: JaxprEqn) -> bool:
+        """Whether a derivative flows through the equation."""
+        return any(v in self.active for v in eqn.outvars)
+
+    def block(self, eqns: Sequence[JaxprEqn]) -> Block:
+        """The block that these equations form."""
+        inside = {id(e) for e in eqns}
+        produced = dict.fromkeys(v for e in eqns for v in e.outvars)
         reads = dict.fromkeys(
-            v for e in group for v in e.invars if not isinstance(v, Literal) and v not in produced
+            v for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in produced
         )
         trunk_reads = {
-            v
-            for e in group
-            if any(o in active for o in e.outvars)
-            for v in e.invars
-            if not isinstance(v, Literal) and v in active
+            v for e in eqns if self.on_trunk(e) for v in e.invars if not isinstance(v, Literal)
         }
-        inputs = tuple(v for v in reads if v in trunk_reads)
-        block = Block(
-            eqns=tuple(group),
-            inputs=inputs,
-            outputs=tuple(v for e in group for v in e.outvars if v in active and v in escaping),
-            operands=tuple(v for v in reads if v not in trunk_reads),
-            declarations={v: d for v, d in declarations.items() if v in reads},
-            names={v: n for v, n in names.items() if v in reads},
-            constants={v: c for v, c in constants.items() if v in reads},
+        inputs = tuple(v for v in reads if v in self.active and v in trunk_reads)
+        outside = {v: [e for e in self.readers.get(v, ()) if id(e) not in inside] for v in produced}
+        outputs = tuple(
+            v
+            for v in produced
+            if v in self.active and (v in self.outputs or any(self.on_trunk(e) for e in outside[v]))
         )
-        schedule.append(block)
-    schedule = _close_forks(_merge_padding(schedule))
-    return Graph(tuple(schedule), tuple(state), outputs, declarations)
+        exports = tuple(v for v in produced if v not in outputs and (outside[v] or v in self.results))
+        facts = {kind: {v: known[v] for v in reads if v in known} for kind, known in self.facts.items()}
+        operands = tuple(v for v in reads if v not in inputs)
+        return Block(tuple(eqns), inputs, outputs, operands, exports, **facts)
+
+    def join(self, parts: Iterable[Block | JaxprEqn]) -> Block:
+        """Several blocks, and equations between them, as one block."""
+        eqns: list[JaxprEqn] = []
+        for part in parts:
+            eqns += part.eqns if isinstance(part, Block) else [part]
+        return self.block(eqns)
 
 
-def fuse(first: Block, second: Block, between: Sequence[JaxprEqn] = ()) -> Block:
-    """Two blocks as one, with the equations between them that read the first."""
-    inner = set(first.outputs) | {v for e in between for v in e.outvars}
-    operands = dict.fromkeys(
-        (
-            *first.operands,
-            *(v for e in between for v in e.invars if not isinstance(v, Literal)),
-            *second.operands,
-        )
-    )
-    return Block(
-        eqns=(*first.eqns, *between, *second.eqns),
-        inputs=(*first.inputs, *(v for v in second.inputs if v not in inner)),
-        outputs=(*(v for v in first.outputs if v not in second.inputs), *second.outputs),
-        operands=tuple(v for v in operands if v not in inner and v not in first.inputs),
-        declarations={**first.declarations, **second.declarations},
-        names={**first.names, **second.names},
-        constants={**first.constants, **second.constants},
-    )
-
-
-def _close_forks(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]:
+def _close_forks(schedule: Sequence[Block | JaxprEqn], cutter: Cutter) -> list[Block | JaxprEqn]:
     """Join a block that hands out more than it took in with what reads it, until it does not.
 
     max(x, 0) + expm1(min(x, 0)) forks x into two states that only the sum brings together again.
@@ -297,71 +229,23 @@ def _close_forks(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]
         if not isinstance(block, Block) or not _expands_by_forking(block):
             i += 1
             continue
-        reached = set(block.outputs)
-        behind: list[Block | JaxprEqn] = []
-        between: list[JaxprEqn] = []
-        partner = None
-        for j in range(i + 1, len(items)):
-            item = items[j]
+        reached = set(block.outputs) | set(block.exports)
+        before: list[Block | JaxprEqn] = []
+        joined: list[Block | JaxprEqn] = [block]
+        for item in items[i + 1 :]:
             reads = item.inputs + item.operands if isinstance(item, Block) else item.invars
             if not any(not isinstance(v, Literal) and v in reached for v in reads):
-                behind.append(item)
-            elif isinstance(item, Block):
-                partner = j
+                before.append(item)
+                continue
+            joined.append(item)
+            if isinstance(item, Block):
                 break
-            else:
-                between.append(item)
-                reached.update(item.outvars)
-        if partner is None:  # its outputs are the function's
+            reached.update(item.outvars)
+        if isinstance(joined[-1], Block) and len(joined) > 1:
+            items[i : i + len(before) + len(joined)] = [*before, cutter.join(joined)]
+        else:  # its outputs are the function's
             i += 1
-            continue
-        joined = fuse(block, items[partner], between)  # type: ignore[arg-type]
-        items[i : partner + 1] = [*behind, joined]
     return items
-
-
-def _merge_padding(schedule: Sequence[Block | JaxprEqn]) -> list[Block | JaxprEqn]:
-    """A zero pad that only a convolution reads is that convolution's padding.
-
-    Some libraries write a causal convolution as `jnp.pad` and a valid one; alone the pad would not be
-    submersive.
-    """
-    pads = {b.outputs: b for b in schedule if isinstance(b, Block) and _is_zero_pad(b)}
-    merged: dict[int, Block] = {}
-    for item in schedule:
-        if not isinstance(item, Block) or len(item.eqns) != 1 or item.inputs not in pads:
-            continue
-        eqn, pad = item.eqn, pads[item.inputs]
-        if eqn.primitive is not lax.conv_general_dilated_p or any(
-            d != 1 for d in eqn.params["lhs_dilation"]
-        ):
-            continue
-        config = pad.eqn.params["padding_config"]
-        batch, feature, *spatial = eqn.params["dimension_numbers"].lhs_spec
-        if any(config[a] != (0, 0, 0) for a in (batch, feature)):
-            continue
-        padding = tuple(
-            (low + config[a][0], high + config[a][1])
-            for a, (low, high) in zip(spatial, eqn.params["padding"], strict=True)
-        )
-        convolution = eqn.replace(
-            invars=[pad.inputs[0], eqn.invars[1]], params={**eqn.params, "padding": padding}
-        )
-        merged[id(pad)] = pad
-        merged[id(item)] = replace(item, eqns=(convolution,), inputs=pad.inputs)
-    return [
-        merged.get(id(item), item)
-        for item in schedule
-        if not (id(item) in merged and merged[id(item)] is item)
-    ]
-
-
-def _is_zero_pad(block: Block) -> bool:
-    if len(block.eqns) != 1 or block.eqn.primitive is not lax.pad_p or len(block.inputs) != 1:
-        return False
-    value = block.constant(block.eqn.invars[1])
-    interior = any(step for _, _, step in block.eqn.params["padding_config"])
-    return value is not None and not np.any(value) and not interior
 
 
 def _expands_by_forking(block: Block) -> bool:
@@ -369,195 +253,54 @@ def _expands_by_forking(block: Block) -> bool:
     return n_out > n and len(block.outputs) > len(block.inputs)
 
 
-def _active_variables(
-    eqns: Sequence[JaxprEqn], state: Iterable[Any], outputs: Iterable[Any]
-) -> set[Any]:
-    """Variables on a differentiable path from the state to the outputs."""
-    forward = set(state)
+def _merge_padding(
+    eqns: Sequence[JaxprEqn], results: Sequence[Any], constants: Mapping[Any, np.ndarray]
+) -> list[JaxprEqn]:
+    """A zero pad that only a convolution reads is that convolution's padding.
+
+    Some libraries write a causal convolution as `jnp.pad` and a valid one; alone the pad would not be
+    submersive.
+    """
+    reads: dict[Any, int] = {}
+    for v in (*results, *(v for e in eqns for v in e.invars)):
+        if not isinstance(v, Literal):
+            reads[v] = reads.get(v, 0) + 1
+    pads: dict[Any, JaxprEqn] = {}
+    kept: list[JaxprEqn] = []
     for eqn in eqns:
-        if eqn.primitive not in _FLAT and any(
-            not isinstance(v, Literal) and v in forward for v in eqn.invars
+        if eqn.primitive is lax.pad_p and _is_zero_pad(eqn, constants) and reads[eqn.outvars[0]] == 1:
+            pads[eqn.outvars[0]] = eqn
+        elif (
+            eqn.primitive is lax.conv_general_dilated_p
+            and eqn.invars[0] in pads
+            and (merged := _padded(eqn, pads[eqn.invars[0]]))
         ):
-            forward.update(v for v in eqn.outvars if is_differentiable(v.aval))
-    backward = set(outputs)
-    for eqn in reversed(eqns):
-        if eqn.primitive not in _FLAT and any(v in backward and v in forward for v in eqn.outvars):
-            backward.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return forward & backward
+            kept.remove(pads[eqn.invars[0]])
+            eqn = merged
+        kept.append(eqn)
+    return kept
 
 
-def _partition(
-    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any]
-) -> list[list[JaxprEqn]]:
-    """Groups of equations, in an order in which they can run: the blocks and what is beside them."""
-    count = len(eqns)
-    group = list(range(count))  # union-find
-
-    def find(i: int) -> int:
-        while group[i] != i:
-            group[i] = group[group[i]]
-            i = group[i]
-        return i
-
-    def merge(i: int, j: int) -> None:
-        group[find(i)] = find(j)
-
-    producer = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-    on_trunk = [any(v in active for v in e.outvars) for e in eqns]
-    consumers: dict[Any, list[int]] = {}
-    for i, eqn in enumerate(eqns):
-        for v in dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)):
-            consumers.setdefault(v, []).append(i)
-
-    # 1. All differentiable uses of one state variable stand in one block.
-    for v, users in consumers.items():
-        trunk_users = [i for i in users if on_trunk[i]] if v in active else []
-        for i in trunk_users[1:]:
-            merge(i, trunk_users[0])
-
-    # 2. A pointwise side computation read by one block only belongs to it (latest first).
-    depends = _depends_on(eqns, active)
-    trunk = {find(i) for i in range(count) if on_trunk[i]}
-    for i in reversed(range(count)):
-        if on_trunk[i] or not depends[i] or eqns[i].primitive not in POINTWISE:
-            continue
-        users = {find(j) for v in eqns[i].outvars for j in consumers.get(v, [])}
-        escapes = any(v in outputs for v in eqns[i].outvars)
-        if len(users) == 1 and users <= trunk and not escapes:
-            merge(i, users.pop())
-
-    # 3. What lies on a cycle between groups stands in one group; then order them.
-    return _ordered_components(eqns, [find(i) for i in range(count)], producer)
+def _is_zero_pad(eqn: JaxprEqn, constants: Mapping[Any, np.ndarray]) -> bool:
+    value = eqn.invars[1]
+    value = value.val if isinstance(value, Literal) else constants.get(value)
+    interior = any(step for _, _, step in eqn.params["padding_config"])
+    return value is not None and not np.any(value) and not interior
 
 
-def _depends_on(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> list[bool]:
-    reached = set(variables)
-    result = []
-    for eqn in eqns:
-        hit = any(not isinstance(v, Literal) and v in reached for v in eqn.invars)
-        result.append(hit)
-        if hit:
-            reached.update(eqn.outvars)
-    return result
-
-
-def _ordered_components(
-    eqns: Sequence[JaxprEqn], group: Sequence[int], producer: Mapping[Any, int]
-) -> list[list[JaxprEqn]]:
-    """Strongly connected components of the groups' dependencies, in topological order (Tarjan)."""
-    members: dict[int, list[int]] = {}
-    for i, g in enumerate(group):
-        members.setdefault(g, []).append(i)
-    needs = {
-        g: dict.fromkeys(
-            group[producer[v]]
-            for i in ids
-            for v in eqns[i].invars
-            if not isinstance(v, Literal) and v in producer and group[producer[v]] != g
-        )
-        for g, ids in members.items()
-    }
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    components: list[list[int]] = []
-    for root in members:
-        if root in index:
-            continue
-        work = [(root, iter(needs[root]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        on_stack.add(root)
-        while work:
-            node, successors = work[-1]
-            for nxt in successors:
-                if nxt not in index:
-                    index[nxt] = low[nxt] = len(index)
-                    stack.append(nxt)
-                    on_stack.add(nxt)
-                    work.append((nxt, iter(needs[nxt])))
-                    break
-                if nxt in on_stack:
-                    low[node] = min(low[node], index[nxt])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component = []
-                    while True:
-                        top = stack.pop()
-                        on_stack.discard(top)
-                        component.append(top)
-                        if top == node:
-                            break
-                    components.append(component)
-    # Tarjan on "needs" edges emits dependencies first: already an order of execution.
-    return [[eqns[i] for i in sorted(i for g in c for i in members[g])] for c in components]
-
-
-def _propagate_names(eqns: Iterable[JaxprEqn], names: Mapping[Any, str]) -> dict[Any, str]:
-    """A weight keeps its name through the identities and layout changes on its way to a rule."""
-    keeping = {
-        declare_p,
-        compat.name_p,
-        lax.transpose_p,
-        lax.reshape_p,
-        lax.convert_element_type_p,
-        lax.broadcast_in_dim_p,
-        lax.squeeze_p,
-        lax.copy_p,
-    }
-    names = dict(names)
-    for eqn in eqns:
-        source = eqn.invars[0] if eqn.invars else None
-        if (
-            eqn.primitive in keeping
-            and source is not None
-            and not isinstance(source, Literal)
-            and source in names
-        ):
-            names[eqn.outvars[0]] = names[source]
-    return names
-
-
-_FOLD_LIMIT = 1 << 22  # entries; indices larger than this are not looked into
-
-
-def _fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
-    """Integer values that are known while tracing: static indices and what is computed from them."""
-    known = {v: np.asarray(c) for v, c in consts.items() if compat.is_concrete(c) and _foldable(c)}
-    for eqn in eqns:
-        if (
-            (eqn.primitive in POINTWISE or eqn.primitive in _FOLDED)
-            and all(_foldable(v.aval) for v in eqn.outvars)
-            and all(isinstance(v, Literal) or v in known for v in eqn.invars)
-        ):
-            with jax.ensure_compile_time_eval():
-                inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
-                outputs = compat.bind(eqn, [jnp.asarray(a) for a in inputs])
-            known.update((v, np.asarray(o)) for v, o in zip(eqn.outvars, outputs, strict=True))
-    return known
-
-
-def _foldable(array: Any) -> bool:
-    """Indices and masks, and single numbers; never weights, never random keys."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return False
-    return array.size <= (1 if jnp.issubdtype(array.dtype, jnp.inexact) else _FOLD_LIMIT)
-
-
-_FOLDED: frozenset[Any] = frozenset(
-    {
-        lax.iota_p,
-        lax.broadcast_in_dim_p,
-        lax.reshape_p,
-        lax.concatenate_p,
-        lax.squeeze_p,
-        lax.transpose_p,
-        lax.slice_p,
-        lax.rev_p,
-        lax.clamp_p,
-    }
-)
+def _padded(convolution: JaxprEqn, pad: JaxprEqn) -> JaxprEqn | None:
+    """The convolution with the pad's entries in its own padding, where they are spatial."""
+    config = pad.params["padding_config"]
+    batch, feature, *spatial = convolution.params["dimension_numbers"].lhs_spec
+    if any(d != 1 for d in convolution.params["lhs_dilation"]) or any(
+        tuple(config[a]) != (0, 0, 0) for a in (batch, feature)
+    ):
+        return None
+    padding = tuple(
+        (low + config[a][0], high + config[a][1])
+        for a, (low, high) in zip(spatial, convolution.params["padding"], strict=True)
+    )
+    return convolution.replace(
+        invars=[pad.invars[0], convolution.invars[1]],
+        params={**convolution.params, "padding": padding},
+    )

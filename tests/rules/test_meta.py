@@ -4,8 +4,8 @@ import jax
 import pytest
 from cases import CASES
 
-from moonwalk import chain, graph, registry, staging
-from moonwalk.graph import POINTWISE
+from moonwalk import chain, graph, partition, registry, staging
+from moonwalk.partition import POINTWISE
 from moonwalk.rules import calls, control_flow
 
 # Pointwise primitives that no state goes through: comparisons, logic, and what has no derivative.
@@ -31,7 +31,7 @@ def served():
     for case in CASES.values():
         staged = staging.stage(lambda *p, f=case.fun: (f(*p), None), *case.primals)
         known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
-        outputs = [v for v in staged.jaxpr.outvars if graph.is_differentiable(v.aval)]
+        outputs = [v for v in staged.jaxpr.outvars if partition.is_differentiable(v.aval)]
         cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known)
         for block, rule, _ in _links(chain.build(cut).links):
             rules.add(rule.name)

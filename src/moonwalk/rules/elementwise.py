@@ -28,7 +28,8 @@ from jax.extend.core.primitives import add_jaxvals_p
 from .. import compat, staging
 from ..compat import Literal
 from ..errors import SingularError
-from ..graph import POINTWISE, Block
+from ..graph import Block
+from ..partition import POINTWISE
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_region
 
 _CUSTOM = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
@@ -338,7 +339,7 @@ def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     info = jnp.finfo(dtype)
     reach = min(30.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
     core = rng.uniform(-3, 3, _CORE)
-    wide = rng.choice([-1, 1], _WIDE) * 10.0 ** np.linspace(-reach, reach, _WIDE)
+    wide = rng.choice([-1, 1], _WIDE) * 10.0 ** rng.permutation(np.linspace(-reach, reach, _WIDE))
     return np.concatenate([core, wide]).astype(dtype)
 
 

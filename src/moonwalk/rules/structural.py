@@ -94,7 +94,7 @@ class Sorting(Selection):
         return Verdict(True, "permutes entries")
 
 
-@register_vijp(lax.broadcast_in_dim_p)
+@register_vijp(lax.broadcast_in_dim_p, *(getattr(lax, n) for n in ("tile_p",) if hasattr(lax, n)))
 class Broadcast(Selection):
     """Only new axes of length one: anything else repeats entries."""
 
@@ -103,7 +103,7 @@ class Broadcast(Selection):
     def verdict(self, block: Block) -> Verdict:
         n, n_out = block.sizes
         if n == n_out:
-            return Verdict(True, "adds axes of length one")
+            return Verdict(True, "adds nothing but axes of length one")
         return Verdict(
             False,
             f"it repeats entries ({n} become {n_out}): the cotangents of the copies add up and "
