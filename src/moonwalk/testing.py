@@ -26,8 +26,8 @@ def check_vijp(
     """Assert that `moonwalk.vijp` recovers random output cotangents; returns the largest error.
 
     The truth needs no vijp: J is the dense Jacobian (`jax.jacrev`, row by row the vjp that Phase II
-    computes), h' is random, h = h' J, and h' must come back. In mode `"vmap"` two examples run at
-    once, with different primals; they must agree with their own J.
+    computes), h' is random, h = h' J, and h' must come back. In mode `"vmap"` two examples with
+    different primals run at once (compiled), each with its own J.
 
     **Arguments:**
 
@@ -37,20 +37,36 @@ def check_vijp(
         5e-2 in half precision (of the output's dtype).
     - `seed`: of h'; printed on failure.
     """
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise ValueError(f"check_vijp: unknown mode {unknown[0]!r}; choose from {', '.join(MODES)}")
     primals = jax.tree.map(jnp.asarray, primals)
+    # The truth, compiled once and used for every example.
+    pull_back = jax.jit(lambda primals, h_out: dense_cotangent(fun, primals, h_out))
+
+    def recover(primals: Any, h: Any) -> Any:
+        return vijp(fun, *primals, **options)[1](*h)
+
+    examples = [primals, jax.tree.map(jnp.flip, primals)] if "vmap" in modes else [primals]
+    shapes = jax.eval_shape(fun, *primals)
+    truths = [_random_like(shapes, seed + i) for i in range(len(examples))]
+    cotangents = [pull_back(p, t) for p, t in zip(examples, truths, strict=True)]
+
     worst = 0.0
     for mode in modes:
-        if mode not in MODES:
-            raise ValueError(f"check_vijp: unknown mode {mode!r}; choose from {', '.join(MODES)}")
-        run = _vmapped if mode == "vmap" else _single
-        for found, truth in run(fun, primals, seed, mode == "jit", options):
-            limit = _default_tolerance(truth.dtype) if tolerance is None else tolerance
-            error = _error(found, truth)
+        if mode == "vmap":
+            together = (_stack(examples), _stack(cotangents))
+            found, truth = jax.jit(jax.vmap(recover))(*together), _stack(truths)
+        else:
+            run = jax.jit(recover) if mode == "jit" else recover
+            found, truth = run(primals, cotangents[0]), truths[0]
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+            limit = _default_tolerance(want.dtype) if tolerance is None else tolerance
+            error = _error(got, want)
             if not error <= limit:
                 raise AssertionError(
                     f"check_vijp: the recovered cotangent is off by {error:.3g} (tolerance "
-                    f"{limit:.1g}) in mode {mode!r}, output {truth.dtype}{list(truth.shape)}, "
-                    f"seed {seed}"
+                    f"{limit:.1g}) in mode {mode!r}, output {want.dtype}{list(want.shape)}, seed {seed}"
                 )
             worst = max(worst, error)
     return worst
@@ -89,21 +105,5 @@ def _random_like(tree: Any, seed: int) -> Any:
     return jax.tree.unflatten(treedef, drawn)
 
 
-def _single(fun: Any, primals: Any, seed: int, jit: bool, options: Any) -> Any:
-    h_out = _random_like(jax.eval_shape(fun, *primals), seed)
-    h = jax.jit(lambda *primals: dense_cotangent(fun, primals, h_out))(*primals)
-
-    def recover(primals: Any, h: Any) -> Any:
-        return vijp(fun, *primals, **options)[1](*h)
-
-    found = (jax.jit(recover) if jit else recover)(primals, h)
-    return list(zip(jax.tree.leaves(found), jax.tree.leaves(h_out), strict=True))
-
-
-def _vmapped(fun: Any, primals: Any, seed: int, jit: bool, options: Any) -> Any:
-    del jit
-    two = jax.tree.map(lambda a: jnp.stack([a, jnp.flip(a)]), primals)
-    h_out = _random_like(jax.eval_shape(jax.vmap(fun), *two), seed)
-    h = jax.jit(jax.vmap(lambda primals, h_out: dense_cotangent(fun, primals, h_out)))(two, h_out)
-    found = jax.vmap(lambda primals, h: vijp(fun, *primals, **options)[1](*h))(two, h)
-    return list(zip(jax.tree.leaves(found), jax.tree.leaves(h_out), strict=True))
+def _stack(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
