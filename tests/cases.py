@@ -372,6 +372,15 @@ case("gathered halves", lambda x: (x[:, np.array([1, 3, 5])], x[:, np.array([0, 
 case("cumsum", lambda x: jnp.cumsum(x, axis=1), X)
 case("cumsum, reversed", lambda x: lax.cumsum(x, axis=0, reverse=True), X)
 case("tile once", lambda x: jnp.tile(2 * x, (1, 1)), X)
+case("device_put", lambda x: 2 * jax.device_put(x), X)
+case("returned and used", lambda x, y: (x, 2 * x + 3 * y), X, normal(3, 6, seed=5))
+case(
+    "crop, then a padded conv",
+    lambda x: conv(kernel((3,), 4, 4, (1,)), 2, (1, 1))(
+        lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (-1, 0, 0), (0, 0, 0)])
+    ),
+    SEQUENCE,
+)
 case("barrier", lambda x: lax.optimization_barrier((x, 3.0))[0], X)
 
 # --- calls and control flow ---------------------------------------------------------------------------
@@ -493,3 +502,61 @@ case(
     lambda p: {"a": (jnp.tanh(p["x"]),), "b": [p["y"][0] @ w(general(6, 4), p["x"]), p["y"][1]]},
     {"x": X, "y": [normal(3, 6, seed=11), normal(2, seed=12)]},
 )
+
+
+# Eagerly, every operation is compiled by itself: `make test` does that for these, which between them
+# exercise every rule (test_meta.py sees to it), and `make test-all` for all.
+EAGER = frozenset(
+    {
+        "leaky_relu",
+        "tanh",
+        "prelu",
+        "max-min",
+        "groupsort of pairs",
+        "gate",
+        "three states mixed",
+        "top-k",
+        "dense",
+        "dense, weight first",
+        "dense lower",
+        "dense upper",
+        "dense diagonal, tall",
+        "dense orthogonal",
+        "dense isometric",
+        "conv lemma, parallel",
+        "conv 2d, wavefront",
+        "conv 3d, wavefront",
+        "conv, depthwise causal",
+        "patchify",
+        "conv lower pivot",
+        "conv diagonal pivot, recursion",
+        "conv orthogonal pivot",
+        "conv after an explicit pad",
+        "circular isometry",
+        "average windows",
+        "overlapping sums, recursion",
+        "max windows, ties",
+        "global max, ties",
+        "product",
+        "reshape",
+        "transpose",
+        "crop by pad",
+        "dynamic slice",
+        "dynamic update",
+        "static take",
+        "split",
+        "stack",
+        "even and odd",
+        "tile once",
+        "cumsum",
+        "custom jvp",
+        "custom vjp, dense",
+        "custom jvp, dense",
+        "custom vijp",
+        "matrix-free layer",
+        "scan",
+        "network",
+        "pytrees",
+    }
+)
+assert set(CASES) >= EAGER

@@ -9,6 +9,8 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import hypothesis
+import jax
+import pytest
 
 hypothesis.settings.register_profile(
     "ci",
@@ -19,3 +21,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """A worker that keeps every program of the suite grows to gigabytes."""
+    yield
+    jax.clear_caches()

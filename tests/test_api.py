@@ -101,6 +101,14 @@ def test_unused_primals_and_passing_through():
     np.testing.assert_array_equal(mw.vijp(lambda x, y: 2 * y, X, X)[1](0 * X, X), X / 2)
 
 
+def test_an_additive_coupling_is_solved_on_request():
+    w = general(6)
+    f = lambda a, b: (a, b + jnp.tanh(a @ w))
+    with pytest.raises(mw.NotSubmersiveError, match="returned and also used"):
+        mw.vijp(f, X, X)
+    mw.testing.check_vijp(f, X, 2 * X, modes=["jit"], fallback=mw.MatrixFree())
+
+
 def test_aux_may_fork_what_it_likes():
     f = lambda x: (jnp.tanh(x), (x, jnp.mean(x), "note" and 3))
     out, vijp_fun, aux = mw.vijp(f, X, has_aux=True)

@@ -84,7 +84,7 @@ REFUSALS = {
     "a part twice": (lambda x: jnp.concatenate([x, x]), X, "concatenate", "twice|repeats"),
     "a constant part": (lambda x: jnp.concatenate([x[:, :2], jnp.ones((3, 2))], 1), X, "concatenate", "does not depend"),
     "half an update": (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, 1)), (0, 0)), X, "dynamic_update_slice", "only one of the two"),
-    "returned and used": (lambda x: (x, jnp.tanh(x)), X, "tanh", "returned and also used"),
+    "returned and used": (lambda x: (x, jnp.tanh(x)), X, "tanh", "returned and also used.*it expands"),
     "cond": (lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X, "cond", "opaque"),
     "while": (lambda x: lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c - 1, x), X, "while", "opaque"),
     "scan with a bad body": (

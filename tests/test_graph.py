@@ -64,6 +64,7 @@ def test_values_without_derivative_are_operands():
 
 
 def test_dead_code_is_no_block():
+    assert names(lambda x: (jnp.pad(x, 1), jnp.tanh(x))[1], X) == [["tanh"]]
     assert names(lambda x: (jnp.sin(x @ general(6)), jnp.tanh(x))[1], X) == [["tanh"]]
 
 

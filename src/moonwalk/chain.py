@@ -98,7 +98,7 @@ class Chain:
     def describe(self) -> str:
         """One line per block: rule, types, why it is submersive."""
         return "\n".join(
-            f"{rule.name:<12} {describe_types(block.inputs)} -> {describe_types(block.outputs)}"
+            f"{rule.name:<16} {describe_types(block.inputs)} -> {describe_types(block.outputs)}"
             f"  {verdict.reason}"
             for block, rule, verdict in self.links
         )
@@ -106,7 +106,6 @@ class Chain:
 
 def build(cut: Graph, fallback: Rule | None = None) -> Chain:
     """Give every block its rule, or raise `NotSubmersiveError` at the first that has none."""
-    _refuse_reused_outputs(cut)
     schedule: list[Link | JaxprEqn] = []
     for item in _with_isometries_joined(cut):
         if isinstance(item, Block):
@@ -170,6 +169,16 @@ def _no_rule(block: Block) -> Verdict:
     primitives = {e.primitive.name for e in block.eqns}
     control = sorted(primitives & {"cond", "while", "scan"})
     uses = {v: sum(any(v is u for u in e.invars) for e in block.eqns) for v in block.inputs}
+    passing = [v for v in block.outputs if v in block.inputs]
+    if passing:
+        return Verdict(
+            False if n_out > n else None,
+            f"the value {graph.type_of(passing[0])} is returned and also used here: its cotangent is a "
+            "sum, whose parts no rule takes apart"
+            + (" (nor could any: it expands)" if n_out > n else ""),
+            f"return it as auxiliary data (has_aux=True); or {_KRYLOV} if the function as a whole is "
+            "submersive",
+        )
     if n_out > n:
         return Verdict(
             False,
@@ -185,8 +194,8 @@ def _no_rule(block: Block) -> Verdict:
             f"the state {graph.type_of(fork)} is used {uses[fork]} times and its uses meet again "
             f"here: their cotangents add up, and a sum such as x + f(x) is not submersive just "
             "because f is",
-            f"{_KRYLOV} if the block as a whole is submersive; or {_CUSTOM}; or use a coupling "
-            "layer instead of a residual sum",
+            f"{_KRYLOV} if the block as a whole is submersive; or {_CUSTOM}; or keep this cotangent "
+            "instead of recovering it",
         )
     if control:
         return Verdict(
@@ -196,23 +205,6 @@ def _no_rule(block: Block) -> Verdict:
         )
     missing = ", ".join(f"`{p}`" for p in sorted(primitives))
     return Verdict(None, f"no vijp rule is registered for {missing}", f"{_CUSTOM}; or {_KRYLOV}")
-
-
-def _refuse_reused_outputs(cut: Graph) -> None:
-    """An output that is also used inside has a cotangent that is the sum of two."""
-    for block in cut.blocks:
-        for v in block.inputs:
-            if v in cut.outputs:
-                raise refuse(
-                    block,
-                    Verdict(
-                        False,
-                        f"the value {graph.type_of(v)} is returned and also used here: its "
-                        "cotangent is a sum whose parts cannot be told apart",
-                        "return it as auxiliary data (has_aux=True), or return only what is "
-                        "computed from it",
-                    ),
-                )
 
 
 def _refuse_constant_outputs(cut: Graph) -> None:

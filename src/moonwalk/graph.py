@@ -199,10 +199,16 @@ class Cutter:
         }
         inputs = tuple(v for v in reads if v in self.active and v in trunk_reads)
         outside = {v: [e for e in self.readers.get(v, ()) if id(e) not in inside] for v in produced}
-        outputs = tuple(
-            v
-            for v in produced
-            if v in self.active and (v in self.outputs or any(self.on_trunk(e) for e in outside[v]))
+        # An input that is also a result of the function passes through: its cotangent as an input is
+        # the sum of what arrives here and what leaves there.
+        passing = [v for v in inputs if v in self.outputs]
+        outputs = (
+            *passing,
+            *(
+                v
+                for v in produced
+                if v in self.active and (v in self.outputs or any(self.on_trunk(e) for e in outside[v]))
+            ),
         )
         exports = tuple(v for v in produced if v not in outputs and (outside[v] or v in self.results))
         facts = {kind: {v: known[v] for v in reads if v in known} for kind, known in self.facts.items()}
@@ -268,7 +274,7 @@ def _merge_padding(
     pads: dict[Any, JaxprEqn] = {}
     kept: list[JaxprEqn] = []
     for eqn in eqns:
-        if eqn.primitive is lax.pad_p and _is_zero_pad(eqn, constants) and reads[eqn.outvars[0]] == 1:
+        if _is_zero_pad(eqn, constants) and reads.get(eqn.outvars[0]) == 1:
             pads[eqn.outvars[0]] = eqn
         elif (
             eqn.primitive is lax.conv_general_dilated_p
@@ -282,10 +288,13 @@ def _merge_padding(
 
 
 def _is_zero_pad(eqn: JaxprEqn, constants: Mapping[Any, np.ndarray]) -> bool:
+    if eqn.primitive is not lax.pad_p:
+        return False
     value = eqn.invars[1]
     value = value.val if isinstance(value, Literal) else constants.get(value)
-    interior = any(step for _, _, step in eqn.params["padding_config"])
-    return value is not None and not np.any(value) and not interior
+    # Cropping by one and then padding by one is not padding by nothing.
+    adds = all(low >= 0 and high >= 0 and not step for low, high, step in eqn.params["padding_config"])
+    return value is not None and not np.any(value) and adds
 
 
 def _padded(convolution: JaxprEqn, pad: JaxprEqn) -> JaxprEqn | None:

@@ -181,7 +181,8 @@ def register_region(rule: RuleClass) -> RuleClass:
 def rules_for(block: Block) -> Iterator[Rule]:
     """The rules that speak of a block, most specific first."""
     yield from (rule for rule in _FOR_REGIONS if rule.matches(block))
-    if len(block.eqns) == 1 and block.eqns[0].primitive in _BY_PRIMITIVE:
+    passes_through = any(v in block.inputs for v in block.outputs)
+    if len(block.eqns) == 1 and not passes_through and block.eqns[0].primitive in _BY_PRIMITIVE:
         yield _BY_PRIMITIVE[block.eqns[0].primitive]
 
 

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cases import CASES
+from cases import CASES, EAGER
 
 from moonwalk import chain, graph, partition, registry, staging
 from moonwalk.partition import POINTWISE
@@ -24,11 +24,10 @@ def _links(links):
             yield from _links(calls._checked(link.block).chain.links)
 
 
-@pytest.fixture(scope="module")
-def served():
+def _served(names):
     """(names of the rules, names of the primitives) that the cases exercise."""
     rules, primitives = set(), set()
-    for case in CASES.values():
+    for case in (CASES[name] for name in names):
         staged = staging.stage(lambda *p, f=case.fun: (f(*p), None), *case.primals)
         known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
         outputs = [v for v in staged.jaxpr.outvars if partition.is_differentiable(v.aval)]
@@ -37,6 +36,16 @@ def served():
             rules.add(rule.name)
             primitives.update(e.primitive.name for e in block.eqns)
     return rules, primitives
+
+
+@pytest.fixture(scope="module")
+def served():
+    return _served(CASES)
+
+
+def test_every_rule_has_an_eager_case():
+    rules, _ = _served(EAGER)
+    assert set(registry.all_rules()) - rules == set()
 
 
 def test_every_rule_has_a_case(served):

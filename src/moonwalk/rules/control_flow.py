@@ -124,7 +124,11 @@ def _build_body(block: Block) -> Body | Verdict:
 
 @register_vijp(lax.scan_p)
 class Scan(Rule):
-    """The body's vijp, once per layer, in the order of the forward pass."""
+    """The body's vijp, once per layer, in the order of the forward pass.
+
+    What is kept is the carry that each layer saw. A layer's blocks are linearised again from it, by the
+    same program on the same numbers, which costs one forward pass and keeps no activation inside a layer.
+    """
 
     name = "scan"
 

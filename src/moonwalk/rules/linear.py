@@ -84,8 +84,8 @@ class Dense(Rule):
         if n_out > n:
             return Verdict(
                 False,
-                f"the layer expands: {n} features become {n_out}, so {n_out - n} coordinates of the "
-                "output's cotangent are lost",
+                f"the layer expands: {n} features become {n_out}, so part of the output's "
+                "cotangent leaves no trace in the input's",
                 "make the layer no wider than its input, or keep this cotangent "
                 "instead of recovering it",
             )

@@ -68,6 +68,7 @@ def _repeated(eqn: JaxprEqn) -> bool:
     lax.slice_p,
     lax.split_p,
     lax.dynamic_slice_p,
+    lax.device_put_p,
     lax.optimization_barrier_p,
     lax.sharding_constraint_p,
     *(getattr(lax, name) for name in ("unstack_p",) if hasattr(lax, name)),
@@ -181,7 +182,8 @@ class Gather(Selection):
         indices = eqn.invars[1]
         if indices in block.inputs:
             return Verdict(None, "the indices carry a derivative", _KEEP)
-        if eqn.params["unique_indices"] and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        in_bounds = eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        if eqn.params["unique_indices"] and in_bounds:
             return Verdict(True, "selects distinct entries (promised by unique_indices)")
         known = block.constant(indices)
         if known is None:

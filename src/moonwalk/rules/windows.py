@@ -21,7 +21,8 @@ The paper's lemma is the pivot o_q = 0 (q = p) with s > p, i.e. forward; it is p
 1, and a patchifying one (s ≥ k) has every tap as a parallel pivot.
 
 All parallel taps of an axis may be used together: their rows form one least-squares problem per
-window, better conditioned than any single tap's, and wide enough for channels to expand.
+window, whose smallest singular value is at least any single tap's, and which is wide enough for channels
+to expand.
 """
 
 from __future__ import annotations
