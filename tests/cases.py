@@ -139,6 +139,11 @@ def mixed_three(x):
 case("max-min", max_min, X)
 case("groupsort of pairs", lambda x: jnp.sort(x.reshape(3, 3, 2), -1).reshape(3, 6), X)
 case("groupsort of threes", lambda x: jnp.sort(x.reshape(3, 2, 3), -1), X)
+case(
+    "groupsort by reductions",
+    lambda x: (lambda p: jnp.stack([p.max(-1), p.min(-1)], -1))(x.reshape(3, 3, 2)),
+    X,
+)
 case("rotary", rotary, X)
 case("gate", jax.nn.glu, X)
 case("maximum of two states", lambda x, y: jnp.maximum(x, y), X, normal(3, 6, seed=5))
@@ -513,6 +518,7 @@ EAGER = frozenset(
         "prelu",
         "max-min",
         "groupsort of pairs",
+        "groupsort by reductions",
         "gate",
         "three states mixed",
         "top-k",

@@ -172,7 +172,7 @@ def test_check_vijp_fails_when_it_should():
         return 2 * x
 
     wrong.defvijp(lambda primals, h: h / 3)
-    with pytest.raises(AssertionError, match="off by 0.333.*mode 'eager'.*seed 0"):
+    with pytest.raises(AssertionError, match="mode 'eager', seed 0. is off by 0.333"):
         mw.testing.check_vijp(wrong, X)
     with pytest.raises(ValueError, match="unknown mode 'pmap'"):
         mw.testing.check_vijp(fun, X, modes=["pmap"])
@@ -199,23 +199,10 @@ def test_imports_point_one_way():
     import ast
     import pathlib
 
-    order = [
-        "errors",
-        "compat",
-        "staging",
-        "declare",
-        "partition",
-        "facts",
-        "graph",
-        "registry",
-        "checks",
-        "chain",
-        "rules",
-        "custom",
-        "api",
-        "testing",
-        "__init__",
-    ]
+    order = (
+        "errors compat linearity staging declare partition facts graph registry checks chain rules custom "
+        "api testing __init__"
+    ).split()
     root = pathlib.Path(mw.__file__).parent
     for path in root.rglob("*.py"):
         inside = path.parent.name == "rules"

@@ -129,8 +129,12 @@ def test_mistakes():
         fun.defvijp(lambda primals, h: h["b"])
     with pytest.raises(TypeError, match="must return a cotangent with the structure of the output"):
         mw.vijp(lambda x: fun(x, 1.0), x)[1](x)
-    with pytest.raises(TypeError, match="needs its state as the first positional argument"):
+    with pytest.raises(TypeError, match="custom_vijp: .*fun: missing a required argument: 'x'"):
         fun()
+    state_by_keyword = mw.custom_vijp(lambda *, x: x)
+    state_by_keyword.defvijp(lambda primals, h: h)
+    with pytest.raises(TypeError, match="needs its state as the first positional argument"):
+        state_by_keyword(x=X)
 
     @mw.custom_vijp
     def doubled(x, y):

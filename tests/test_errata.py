@@ -1,4 +1,4 @@
-"""NUMERICS §7: the corrected formulas hold, the printed ones do not.
+"""docs/numerics.md §7: the corrected formulas hold, the printed ones do not.
 
 w[j, c, c'] is a kernel with input channel c and output channel c'. Every truth is the convolution's own
 definition (tests/reference.py); nothing here uses the library's rules, except to confirm them.

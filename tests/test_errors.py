@@ -93,7 +93,7 @@ REFUSALS = {
     ),
     "scan over the state": (lambda x: lax.scan(lambda c, r: (c + r, None), jnp.zeros(6), x)[0], X, "scan", "not as its carry"),
     "scan that stacks the state": (lambda x: lax.scan(lambda c, _: (2 * c, c), x, None, length=2), X, "scan", "stacked outputs"),
-    "no rule": (lambda x: jnp.fft.rfft(x).real, X, "", "no vijp rule is registered|expands"),
+    "no rule": (lambda x: jnp.fft.rfft(x).real, X, "", "complex"),
     "eigenvalues": (jnp.linalg.cholesky, jnp.eye(3), "", "no vijp rule|used|expands"),
 }  # fmt: skip
 
@@ -183,11 +183,11 @@ SINGULAR = {
     "lower": (lambda x: x @ mw.declare(jnp.tril(normal(6, 6), -1), "lower"), X, "lower pivot.*at .0,.*, .1,"),
     "diagonal": (lambda x: x @ mw.declare(jnp.diag(jnp.arange(6.0)), "diagonal"), X, r"diagonal pivot.*at \(0,\)"),
     "conv": (conv(kernel((3,), 4, 4, (1,)).at[1].set(0), 2, (1, 1)), normal(1, 9, 4), "pivot tap 1"),
-    "tanh": (jnp.tanh, X.at[1, 2].set(100), r"derivative that is exactly zero.*\(1, 2\)"),
+    "tanh": (jnp.tanh, X.at[1, 2].set(100), r"derivative that is zero to rounding.*\(1, 2\)"),
     "sigmoid": (jax.nn.sigmoid, X - 2000, "saturated"),
     "scale": (lambda x: x * jnp.arange(6.0), X, "a zero scale"),
     "tie": (lambda x: (jnp.maximum(x[0], x[1]), jnp.minimum(x[0], x[1])), jnp.ones((2, 3)), "a tie"),
-    "three states": (lambda x, y, z: (x * y, y * z, z * x), jnp.zeros(2), "exactly zero"),
+    "three states": (lambda x, y, z: (x * y, y * z, z * x), jnp.zeros(2), "zero to rounding"),
     "product of zeros": (lambda x: jnp.prod(x, -1), jnp.zeros((2, 3)), "reduce_prod"),
     "scan": (lambda x: lax.scan(lambda c, w: (c @ w, None), x, jnp.stack([jnp.eye(6), 0 * jnp.eye(6)]))[0], X, "general pivot"),
 }  # fmt: skip

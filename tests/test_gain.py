@@ -1,4 +1,4 @@
-"""Gains follow NUMERICS §1, and predict the error that a walk really has."""
+"""Gains follow docs/numerics.md §1, and predict the error that a walk really has."""
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def test_scan_multiplies():
 
 
 def test_the_formula_predicts_the_error_of_a_walk():
-    """float32, orthogonal pivots, LeakyReLU: error after i layers ≈ 1e-7 · gain^(i-1), NUMERICS §1."""
+    """float32, orthogonal pivots, LeakyReLU: error after i layers ≈ 1e-7 · gain^(i-1), docs/numerics.md §1."""
     alpha, depth, n = 0.2, 8, 64
     ws = [orthogonal(n, seed=s).astype(jnp.float32) for s in range(depth)]
 

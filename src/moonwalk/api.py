@@ -13,7 +13,8 @@ from jax.tree_util import Partial
 from . import chain, checks, compat, graph, partition
 from .chain import Chain, Tape
 from .compat import Literal
-from .registry import Rule
+from .errors import NotSubmersiveError, SingularError
+from .registry import Alarm, Rule
 from .staging import stage
 
 
@@ -79,7 +80,7 @@ def vijp(
     results = staged.jaxpr.outvars[: out_tree.num_leaves]
 
     known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
-    outputs = [v for v in results if isinstance(v, Literal) or partition.is_differentiable(v.aval)]
+    outputs = [v for v in results if partition.is_differentiable(v.aval)]
     _refuse_repeated(outputs)
     cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names)
     composed = chain.build(cut, fallback)
@@ -106,15 +107,32 @@ class _Vijp:
         leaves = _cotangents_like(self.expected, h)
         leaving = self.composed.vijp(tape, leaves)
         if self.check is not False:
-            leaving = checks.heed(leaving, self.composed.alarms(tape), self.check)
+            alarms = [*self.composed.alarms(tape), _not_finite(leaves, leaving)]
+            leaving = checks.heed(leaving, alarms, self.check)
         found = dict(zip(self.composed.outputs, leaving, strict=True))
         return jax.tree.unflatten(
             self.out_tree,
             [
-                found[v] if v in found else np.zeros(v.aval.shape, jax.dtypes.float0)
+                found[v]
+                if partition.is_differentiable(v.aval)
+                else np.zeros(v.aval.shape, jax.dtypes.float0)
                 for v in self.results
             ],
         )
+
+
+def _not_finite(arriving: Any, leaving: Any) -> Alarm:
+    """A finite cotangent went in and none came out: an elimination diverged."""
+
+    def finite(arrays: Any) -> Any:
+        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(a)) for a in arrays])) if arrays else True
+
+    return Alarm(
+        jnp.asarray(finite(arriving)) & ~jnp.asarray(finite(leaving)),
+        "vijp: the recovered cotangent is not finite although no pivot is singular: an elimination over "
+        "space or depth has diverged; shrink the taps beside the pivot, or use fewer layers at once",
+        SingularError,
+    )
 
 
 def _split_aux(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -164,14 +182,14 @@ def _refuse_repeated(outputs: list[Any]) -> None:
     seen: set[int] = set()
     for v in outputs:
         if isinstance(v, Literal):
-            raise chain.NotSubmersiveError(
+            raise NotSubmersiveError(
                 f"the output {graph.type_of(v)} is the constant {v.val}",
                 "the function's return statement",
                 "no derivative flows from the inputs to this output: its Jacobian is zero",
                 "return it as auxiliary data (has_aux=True)",
             )
         if id(v) in seen:
-            raise chain.NotSubmersiveError(
+            raise NotSubmersiveError(
                 f"the output {graph.type_of(v)} is returned more than once",
                 "the function's return statement",
                 "the cotangents of equal outputs add up and cannot be told apart",

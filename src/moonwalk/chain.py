@@ -8,15 +8,19 @@ makes the composition of the blocks' vijps the vijp of the composition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
 
 from . import compat, graph, partition, registry
 from .compat import JaxprEqn, Literal
 from .errors import NotSubmersiveError
 from .graph import Block, Graph
-from .registry import Alarm, Rule, Verdict
+from .registry import Alarm, Gain, Rule, Verdict
 
 
 class Link(NamedTuple):
@@ -95,6 +99,19 @@ class Chain:
             for alarm in rule.alarms(block, factors, kept)
         ]
 
+    def gains(self, env: Mapping[Any, Any]) -> list[Gain]:
+        """Gains of all blocks, measured where their operands follow from `env` (weights)."""
+        env = dict(env)
+        gains = []
+        for item in self.schedule:
+            if isinstance(item, Link):
+                known = all(v in env for v in item.block.operands)
+                operands = [env[v] for v in item.block.operands] if known else None
+                gains.append(item.rule.gain(item.block, operands))
+            elif all(isinstance(v, Literal) or v in env for v in item.invars):
+                graph.run([item], env)
+        return gains
+
     def describe(self) -> str:
         """One line per block: rule, types, why it is submersive."""
         return "\n".join(
@@ -102,6 +119,14 @@ class Chain:
             f"  {verdict.reason}"
             for block, rule, verdict in self.links
         )
+
+
+def combined(gains: Iterable[Gain]) -> Gain:
+    """The gain of several blocks in a row; diagonal ones count once something mixes."""
+    gains = list(gains)
+    mixes = any(g.mixes for g in gains)
+    factors = [g.factor for g in gains if mixes or math.isinf(g.factor)]
+    return Gain(math.prod(factors), mixes)
 
 
 def build(cut: Graph, fallback: Rule | None = None) -> Chain:
@@ -118,10 +143,15 @@ def build(cut: Graph, fallback: Rule | None = None) -> Chain:
 def choose(block: Block, fallback: Rule | None = None) -> tuple[Rule, Verdict]:
     """The rule for a block: the first that finds it submersive, else `fallback`, else an error."""
     refusal: Verdict | None = None
+    n, n_out = block.sizes
+    if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (*block.inputs, *block.outputs)):
+        way_out = "compute with real and imaginary parts"
+        raise refuse(block, Verdict(None, "its state is complex, not real", way_out))
     for rule in registry.rules_for(block):
         verdict = rule.verdict(block)
-        if verdict:
+        if verdict and n_out <= n:  # no rule can be right about a block that expands
             return rule, verdict
+        verdict = _no_rule(block) if verdict else verdict
         refusal = verdict if refusal is None else refusal
     refusal = _no_rule(block) if refusal is None else refusal
     if fallback is not None and refusal.submersive is None:
@@ -223,8 +253,25 @@ def _refuse_constant_outputs(cut: Graph) -> None:
         )
 
 
+# Steps that copy or place entries and compute nothing: what may belong to an isometry after it.
+_COPYING = frozenset(
+    {
+        lax.pad_p,
+        lax.slice_p,
+        lax.split_p,
+        lax.concatenate_p,
+        lax.reshape_p,
+        lax.transpose_p,
+        lax.rev_p,
+        lax.squeeze_p,
+        lax.broadcast_in_dim_p,
+        lax.gather_p,
+    }
+)
+
+
 def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:
-    """Join an operator declared isometric with the expanding steps it needs before it.
+    """Join a convolution declared isometric with the copying step that it needs before it.
 
     A circular convolution is a wrap-around copy, which repeats entries and is not submersive, and
     then a convolution; the declaration speaks of both together.
@@ -232,8 +279,10 @@ def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:
     result: list[Block | JaxprEqn] = []
     for item in cut.schedule:
         if isinstance(item, Block) and is_declared_isometric(item):
-            while (before := _feeding(result, item)) is not None and not any(
-                rule.verdict(before) for rule in registry.rules_for(before)
+            while (
+                (before := _feeding(result, item)) is not None
+                and all(e.primitive in _COPYING for e in before.eqns)
+                and not any(rule.verdict(before) for rule in registry.rules_for(before))
             ):
                 result.remove(before)
                 item = cut.cutter.join([before, item])
@@ -242,15 +291,22 @@ def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:
 
 
 def is_declared_isometric(block: Block) -> bool:
-    """Whether one of a block's operands makes the whole block an isometry."""
-    return any(d.of_kernel() == "isometric" for d in block.declarations.values())
+    """Whether a block is a convolution (after copying steps) whose kernel is declared isometric."""
+    eqn = block.eqn
+    if eqn.primitive is not lax.conv_general_dilated_p or not all(
+        e is eqn or e.primitive in _COPYING for e in block.eqns
+    ):
+        return False
+    declaration = block.declaration(eqn.invars[1])
+    out, inp, *_ = eqn.params["dimension_numbers"].rhs_spec
+    return declaration is not None and declaration.of_kernel(inp, out) == "isometric"
 
 
 def _feeding(result: Sequence[Block | JaxprEqn], block: Block) -> Block | None:
-    """The block whose outputs are all that `block` takes in, if nothing else reads them."""
+    """The block whose outputs are all that `block` takes in, if nothing in between reads them."""
     for item in reversed(result):
         if isinstance(item, Block):
-            return item if set(item.outputs) == set(block.inputs) else None
+            return item if item.outputs == block.inputs and not item.exports else None
         if any(v in block.inputs for v in item.invars if not isinstance(v, Literal)):
             return None
     return None

@@ -39,6 +39,7 @@ import jax.extend.source_info_util as _source  # noqa: E402  (after the version 
 from jax.core import Tracer  # noqa: E402
 from jax.extend.core import Literal, Primitive  # noqa: E402
 from jax.extend.core.primitives import (  # noqa: E402
+    add_jaxvals_p,
     closed_call_p,
     custom_jvp_call_p,
     custom_vjp_call_p,
@@ -72,11 +73,14 @@ __all__ = [
     "Literal",
     "Primitive",
     "ad",
+    "add_jaxvals_p",
     "batching",
     "bind",
     "called_jaxpr",
+    "concrete",
     "custom_jvp_call_p",
     "custom_vjp_call_p",
+    "full",
     "is_concrete",
     "label",
     "mlir",
@@ -87,6 +91,8 @@ __all__ = [
     "scan_counts",
     "source_context",
     "source_line",
+    "struct",
+    "working_dtype",
 ]
 
 # Calls that mean nothing to differentiation: looked through. Custom derivatives are not among them.
@@ -113,12 +119,8 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"]  # JAX >= 0.11: three trees of consts, carry, xs
-    return len(jax.tree.leaves(consts, is_leaf=_is_none)), len(jax.tree.leaves(carry, is_leaf=_is_none))
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
+    consts, carry, _ = params["ft_in"].unpack()  # JAX >= 0.11: flat trees of consts, carry, xs
+    return len(list(consts)), len(list(carry))
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -207,6 +209,30 @@ def _call_site() -> str:
 
 
 not_mapped = getattr(batching, "not_mapped", None)  # how a batching rule sees an unbatched operand
+
+
+def full(aval: Any, value: float) -> Any:
+    """An array of one value, of an aval's type: its mesh and its varying axes are part of it."""
+    sharding = getattr(aval, "sharding", None)
+    explicit = sharding is not None and not sharding.mesh.empty and not sharding.mesh.are_all_axes_auto
+    array = jax.numpy.full(aval.shape, value, aval.dtype, device=sharding if explicit else None)
+    varying = tuple(getattr(aval, "vma", ()))
+    return jax.lax.pcast(array, varying, to="varying") if varying else array
+
+
+def working_dtype(dtype: Any) -> Any:
+    """Half precision is solved and summed in float32, where its values are exact."""
+    return dtype if jax.numpy.finfo(dtype).bits >= 32 else jax.numpy.float32
+
+
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """An aval's type without a value, with its mesh and its varying axes."""
+    sharding = getattr(aval, "sharding", None)
+    explicit = sharding is not None and not sharding.mesh.empty and not sharding.mesh.are_all_axes_auto
+    options: dict[str, Any] = {"sharding": sharding} if explicit else {}
+    if getattr(aval, "vma", None):
+        options["vma"] = aval.vma
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
 
 
 def is_concrete(*arrays: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ class custom_vijp:
     """Give a function a vijp rule of its own.
 
     The first argument is the state; all others are operands (weights, data) and must not depend on the
-    state. Everything else about the function stays as it is: `jit`, `vmap`, `grad`, … see the function
-    itself.
+    state. Arguments named by `nondiff_argnums` are static Python values. Keyword arguments and defaults
+    are resolved as in a plain call. Everything else about the function stays as it is: `jit`, `vmap`,
+    `grad`, … see the function itself.
 
     **Example:** a rotation, whose inverse is known:
 
@@ -42,16 +44,17 @@ class custom_vijp:
     [3.0, 4.0]
     """
 
-    def __init__(self, fun: Callable[..., Any]):
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
         self.fun = fun
+        self.nondiff_argnums = tuple(nondiff_argnums)
         self.rule: Callable[[Any, Any], Any] | MatrixFree | None = None
         functools.update_wrapper(self, fun)
 
     def defvijp(self, rule: Any) -> Any:
-        """Set the rule: `rule(primals, h) -> h'`, or `moonwalk.MatrixFree(...)`.
+        """Set the rule: `rule(*nondiff, primals, h) -> h'`, or `moonwalk.MatrixFree(...)`.
 
-        `primals` are the arguments of the call, `h` is the cotangent of the first of them, `h'` that
-        of the output, in its pytree.
+        `primals` are the arguments of the call without the `nondiff` ones (of which there are none by
+        default), `h` is the cotangent of the first of them, `h'` that of the output, in its pytree.
         """
         if not callable(rule) and not isinstance(rule, MatrixFree):
             raise TypeError(
@@ -63,23 +66,23 @@ class custom_vijp:
         self.rule = rule
         return rule
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.rule is None:
             raise AttributeError(
                 f"custom_vijp: no rule was set for {compat.origin(self.fun)}; decorate one with "
                 f"@{compat.origin(self.fun)}.defvijp"
             )
-        if not args:
-            raise TypeError(
-                f"custom_vijp: {compat.origin(self.fun)} needs its state as the first positional "
-                "argument"
-            )
-        leaves, in_tree = jax.tree.flatten(args)
-        state = len(jax.tree.leaves(args[0]))
+        args = self._resolved(args, kwargs)
+        static = tuple(args[i] for i in self.nondiff_argnums)
+        primals = tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums)
+        leaves, in_tree = jax.tree.flatten(primals)
+        state = len(jax.tree.leaves(primals[0]))
         out_trees = []
 
         def flat_fun(*flat: Any) -> Any:
-            out, tree = jax.tree.flatten(self.fun(*jax.tree.unflatten(in_tree, flat)))
+            given = iter(jax.tree.unflatten(in_tree, flat))
+            merged = [args[i] if i in self.nondiff_argnums else next(given) for i in range(len(args))]
+            out, tree = jax.tree.flatten(self.fun(*merged))
             out_trees.append(tree)
             return out
 
@@ -95,7 +98,8 @@ class custom_vijp:
         def rule(flat: Sequence[Any], h: Sequence[Any]) -> list[Any]:
             primals = jax.tree.unflatten(in_tree, flat[: len(leaves)])
             state_tree = jax.tree.structure(primals[0])
-            result = self.rule(primals, jax.tree.unflatten(state_tree, h))  # type: ignore[operator]
+            cotangent = jax.tree.unflatten(state_tree, h)
+            result = self.rule(*static, primals, cotangent)  # type: ignore[operator, misc]
             found, found_tree = jax.tree.flatten(result)
             if found_tree != out_tree:
                 raise TypeError(
@@ -113,6 +117,20 @@ class custom_vijp:
             label=compat.origin(self.fun),
         )
         return jax.tree.unflatten(out_tree, out)
+
+    def _resolved(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Positional arguments, with keywords and defaults in their places."""
+        try:
+            bound = inspect.signature(self.fun).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"custom_vijp: {compat.origin(self.fun)}: {error}") from error
+        bound.apply_defaults()
+        if bound.kwargs or not bound.args or 0 in self.nondiff_argnums:
+            raise TypeError(
+                f"custom_vijp: {compat.origin(self.fun)} needs its state as the first positional "
+                "argument, and takes no keyword-only arguments"
+            )
+        return bound.args
 
 
 # --- the primitive: a call that keeps its rule ------------------------------------------------------
@@ -179,6 +197,14 @@ class CustomRule(Rule):
                 "state as its first argument and constants as all others",
                 "pass everything that depends on the state in the first argument (a tuple)",
             )
+        state = eqn.invars[: eqn.params["state"]]
+        if len(block.inputs) < len(state):
+            return Verdict(
+                None,
+                f"part of the first argument of `{eqn.params['label']}` is constant, or the same state "
+                "twice: the rule's h would not be that of independent states",
+                "pass each state once, and constants in the other arguments",
+            )
         rule = eqn.params["rule"]
         if isinstance(rule, MatrixFree):
             return rule.verdict(block)
@@ -196,10 +222,7 @@ class CustomRule(Rule):
         if isinstance(eqn.params["rule"], MatrixFree):
             return eqn.params["rule"].vijp(block, factors, kept, h)
         found = dict(zip(block.inputs, h, strict=True))
-        arriving = [
-            found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype)
-            for v in eqn.invars[: eqn.params["state"]]
-        ]
+        arriving = [found[v] for v in eqn.invars[: eqn.params["state"]]]
         leaving = dict(zip(eqn.outvars, eqn.params["rule"](kept, arriving), strict=True))
         for v in block.outputs:
             if leaving[v].shape != v.aval.shape:

@@ -28,40 +28,57 @@ _TRANSPOSED = {"lower": "upper", "upper": "lower"}
 
 @dataclass(frozen=True)
 class Declaration:
-    """A structure, and the axes of the array it speaks of.
+    """A structure, and where the axes it speaks of have gone since it was declared.
 
-    `pending` holds axes of length 1 left by indexing a stack, still to be squeezed away; `cut` says
-    that a slice took some of the taps, after which nothing is known of a kernel's pivot.
+    Axes of the declared array keep their numbers as names: `axes[i]` is the name of what is axis i now,
+    None for an axis that was added. `touched` are axes along which entries were picked or joined.
     """
 
     structure: str
-    in_axis: int
-    out_axis: int
-    pending: frozenset[int] = frozenset()
-    cut: bool = False
+    matrix: tuple[int, int]  # the names of [in, out]
+    rank: int
+    axes: tuple[int | None, ...]
+    touched: frozenset[int] = frozenset()
 
     def of_matrix(self, in_axis: int, out_axis: int) -> str | None:
-        """The structure of the matrix [in, out] that a dense layer reads from the array."""
-        if (in_axis, out_axis) == (self.in_axis, self.out_axis):
+        """The structure of the matrix [in, out] that a dense layer reads; stacks hold it in each."""
+        read = (self.axes[in_axis], self.axes[out_axis])
+        if read == self.matrix:
             return self.structure
-        if (in_axis, out_axis) == (self.out_axis, self.in_axis):
-            return _TRANSPOSED.get(self.structure, self.structure)
-        return self.structure if self.structure == "isometric" else None
+        return _TRANSPOSED.get(self.structure, self.structure) if read == self.matrix[::-1] else None
 
-    def of_kernel(self) -> str | None:
-        """The structure of a convolution kernel (of its pivot tap [in, out])."""
-        return None if self.cut or self.pending else self.structure
+    def of_kernel(self, in_axis: int, out_axis: int) -> str | None:
+        """The structure of the pivot tap [in, out] of a kernel as a convolution reads it.
 
-    def moved(self, axes: Mapping[int, int]) -> Declaration | None:
-        """The declaration after axis a has become axis axes[a]; None if a matrix axis is gone."""
-        if self.in_axis not in axes or self.out_axis not in axes:
+        The kernel must be the declared array, or one of a stack of them: no axis added, taps neither
+        picked nor moved. If axes were transposed on the way, the two usual layouts (in and out last;
+        out and in first) tell whether in and out have changed places.
+        """
+        kept = [a for a in self.axes if a is not None]
+        removed = self.rank - len(self.axes)
+        if len(kept) < len(self.axes) or self.touched & set(kept) or min(kept) < removed:
             return None
-        return replace(
-            self,
-            in_axis=axes[self.in_axis],
-            out_axis=axes[self.out_axis],
-            pending=frozenset(axes[a] for a in self.pending if a in axes),
-        )
+        if kept == sorted(kept):
+            return self.structure
+        read = (kept[in_axis] - removed, kept[out_axis] - removed)
+        usual = ((len(kept) - 2, len(kept) - 1), (1, 0))
+        if read in usual:
+            return self.structure
+        if read[::-1] in usual and self.structure != "isometric":
+            return _TRANSPOSED.get(self.structure, self.structure)
+        return None
+
+    def moved(self, order: Sequence[int | None]) -> Declaration | None:
+        """After the axes have become those at the old places `order` (None: a new axis)."""
+        axes = tuple(None if place is None else self.axes[place] for place in order)
+        return replace(self, axes=axes) if set(self.matrix) <= set(axes) else None
+
+    def picked(self, places: Iterable[int]) -> Declaration | None:
+        """After entries were picked or joined along the axes at these places."""
+        names = {self.axes[place] for place in places} - {None}
+        if names & set(self.matrix):
+            return None
+        return replace(self, touched=self.touched | frozenset(n for n in names if n is not None))
 
 
 def declare(w: ArrayLike, structure: str) -> Array:
@@ -69,9 +86,9 @@ def declare(w: ArrayLike, structure: str) -> Array:
 
     The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` speak of a matrix as it lies,
     its last two axes read as [in, out] (a matrix used transposed, as in `x @ w.T`, has the transposed
-    structure), or of the pivot tap [in, out] of a convolution kernel in whatever layout the
-    convolution reads it; the paper's lemma is `"lower"`: w[c, c'] = 0 for c < c'. `"isometric"`
-    speaks of the whole linear operator: J Jᵀ = I, so that vijp = jvp.
+    structure; of a stack of matrices, every one), or of the pivot tap [in, out] of a convolution kernel
+    in whatever layout the convolution reads it; the paper's lemma is `"lower"`: w[c, c'] = 0 for
+    c < c'. `"isometric"` speaks of the whole linear operator: J Jᵀ = I, so that vijp = jvp.
 
     Declare inside the function that is differentiated (or on the stack of weights outside a scan, as
     long as that is traced too): the declaration lives in the trace, and is seen through `jit`,
@@ -145,7 +162,7 @@ def defect(matrix: Any, structure: str) -> Any:
     i, j = np.indices((rows, cols))
     if structure in ("orthogonal", "isometric"):
         tall = rows >= cols
-        wide = jnp.promote_types(matrix.dtype, jnp.float32)
+        wide = compat.working_dtype(matrix.dtype)
         m = jnp.asarray(matrix, wide)
         gram = jnp.einsum(
             "...ia,...ib->...ab" if tall else "...ai,...bi->...ab",
@@ -153,9 +170,9 @@ def defect(matrix: Any, structure: str) -> Any:
             m,
             precision=lax.Precision.HIGHEST,
         )
-        return jnp.max(jnp.abs(gram - jnp.eye(min(rows, cols), dtype=wide)), axis=(-2, -1))
+        return jnp.max(jnp.abs(gram - jnp.eye(min(rows, cols), dtype=wide)), axis=(-2, -1), initial=0)
     off = {"diagonal": i != j, "lower": i < j, "upper": i > j}[structure]
-    return jnp.max(jnp.where(off, jnp.abs(matrix), 0), axis=(-2, -1))
+    return jnp.max(jnp.where(off, jnp.abs(matrix), 0), axis=(-2, -1), initial=0)
 
 
 def allowed_defect(dtype: Any, size: int, structure: str) -> float:
@@ -208,8 +225,10 @@ def propagate(eqns: Iterable[JaxprEqn], known: Mapping[Any, Declaration]) -> dic
     for eqn in eqns:
         incoming = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
         if eqn.primitive is declare_p:
-            outgoing = [Declaration(**eqn.params)]
-        elif any(incoming) and eqn.primitive in _PASSAGE:
+            rank = eqn.invars[0].aval.ndim
+            matrix = (eqn.params["in_axis"], eqn.params["out_axis"])
+            outgoing = [Declaration(eqn.params["structure"], matrix, rank, tuple(range(rank)))]
+        elif incoming and incoming[0] is not None and eqn.primitive in _PASSAGE:
             outgoing = _PASSAGE[eqn.primitive](eqn, incoming)
         else:
             continue
@@ -219,105 +238,81 @@ def propagate(eqns: Iterable[JaxprEqn], known: Mapping[Any, Declaration]) -> dic
     return known
 
 
-def _same(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
+Passage = list[Declaration | None]
+
+
+def _same(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
+    """Identities, and a change of sign, under which every structure is closed."""
     return list(incoming)
 
 
-def _negated(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
-    return list(incoming)  # every structure is closed under a change of sign
-
-
-def _cast(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
+def _cast(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
     wider = jnp.issubdtype(new, jnp.floating) and jnp.finfo(new).nmant >= jnp.finfo(old).nmant
     return [incoming[0] if wider else None]
 
 
-def _transpose(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
-    permutation = eqn.params["permutation"]
-    return [incoming[0] and incoming[0].moved({old: new for new, old in enumerate(permutation)})]
+def _transpose(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
+    return [incoming[0].moved(eqn.params["permutation"])]
 
 
-def _squeeze(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
-    kept = [a for a in range(eqn.invars[0].aval.ndim) if a not in eqn.params["dimensions"]]
-    return [incoming[0] and incoming[0].moved({old: new for new, old in enumerate(kept)})]
+def _squeeze(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
+    gone = eqn.params["dimensions"]
+    return [incoming[0].moved([a for a in range(eqn.invars[0].aval.ndim) if a not in gone])]
 
 
-def _broadcast(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
+def _broadcast(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    axes = {o: int(n) for o, n in enumerate(eqn.params["broadcast_dimensions"]) if old[o] == new[int(n)]}
-    return [incoming[0] and incoming[0].moved(axes)]
+    places = {int(n): o for o, n in enumerate(eqn.params["broadcast_dimensions"])}
+    moved = incoming[0].moved([places.get(n) for n in range(len(new))])
+    return [moved and moved.picked([n for n, o in places.items() if old[o] != new[n]])]
 
 
-def _reshape(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
-    """Only reshapes of what lies before the two matrix axes (merging or splitting a stack)."""
+def _reshape(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
+    """Only reshapes of what lies before the two last axes (merging or splitting a stack)."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if eqn.params["dimensions"] is not None or old[-2:] != new[-2:] or len(new) < 2:
         return [None]
-    axes = {len(old) - 2: len(new) - 2, len(old) - 1: len(new) - 1}
-    moved = incoming[0] and incoming[0].moved(axes)
-    return [moved and replace(moved, cut=moved.cut or len(old) > 3 or len(new) > 3)]
+    return [incoming[0].moved([*[None] * (len(new) - 2), len(old) - 2, len(old) - 1])]
 
 
-def _sliced(
-    declaration: Declaration | None, old: Sequence[int], new: Sequence[int]
-) -> Declaration | None:
-    """An index into a stack keeps the structure; a cut through the matrix loses it."""
-    if declaration is None:
-        return None
-    shortened = {a for a in range(len(old)) if old[a] != new[a]}
-    if shortened & {declaration.in_axis, declaration.out_axis}:
-        return None
-    indexed = {a for a in shortened if new[a] == 1}
-    return replace(
-        declaration,
-        pending=declaration.pending | indexed,
-        cut=declaration.cut or bool(shortened - indexed),
-    )
-
-
-def _slice(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
+def _slice(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
     old = eqn.invars[0].aval.shape
-    return [_sliced(incoming[0], old, out.aval.shape) for out in eqn.outvars]
+    return [
+        incoming[0].picked([a for a in range(len(old)) if old[a] != out.aval.shape[a]])
+        for out in eqn.outvars
+    ]
 
 
-def _gather(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
+def _gather(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
     """Indexing a stack, `ws[i]`: whole slices over all axes but the collapsed ones."""
-    d, numbers = incoming[0], eqn.params["dimension_numbers"]
-    old, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    if d is None or numbers.operand_batching_dims:
-        return [None]
+    numbers, old = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     kept = [a for a in range(len(old)) if a not in numbers.collapsed_slice_dims]
-    if any(sizes[a] != old[a] for a in kept):
+    if numbers.operand_batching_dims or any(eqn.params["slice_sizes"][a] != old[a] for a in kept):
         return [None]
-    return [d.moved(dict(zip(kept, numbers.offset_dims, strict=True)))]
+    places = dict(zip(numbers.offset_dims, kept, strict=True))
+    return [incoming[0].moved([places.get(n) for n in range(eqn.outvars[0].aval.ndim)])]
 
 
-def _concatenate(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
-    first, along = incoming[0], eqn.params["dimension"]
-    if first is None or any(d != first for d in incoming):
-        return [None]
-    if along in (first.in_axis, first.out_axis):
-        return [None]
-    return [replace(first, pending=first.pending - {along})]
+def _concatenate(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
+    equal = all(d == incoming[0] for d in incoming)
+    return [incoming[0].picked([eqn.params["dimension"]]) if equal else None]
 
 
-def _stack(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
-    first, axis = incoming[0], eqn.params.get("axis", 0)
-    if first is None or any(d != first for d in incoming):
-        return [None]
-    return [first.moved({a: a + (a >= axis) for a in range(eqn.invars[0].aval.ndim)})]
+def _stack(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
+    order: list[int | None] = list(range(eqn.invars[0].aval.ndim))
+    order.insert(eqn.params.get("axis", 0), None)
+    return [incoming[0].moved(order) if all(d == incoming[0] for d in incoming) else None]
 
 
-def _unstack(eqn: JaxprEqn, incoming: Sequence[Declaration | None]) -> list[Declaration | None]:
+def _unstack(eqn: JaxprEqn, incoming: Sequence[Any]) -> Passage:
     axis = eqn.params.get("axis", 0)
-    kept = [a for a in range(eqn.invars[0].aval.ndim) if a != axis]
-    moved = incoming[0] and incoming[0].moved({old: new for new, old in enumerate(kept)})
+    moved = incoming[0].moved([a for a in range(eqn.invars[0].aval.ndim) if a != axis])
     return [moved for _ in eqn.outvars]
 
 
 _PASSAGE = {
-    lax.neg_p: _negated,
+    lax.neg_p: _same,
     lax.copy_p: _same,
     lax.stop_gradient_p: _same,
     lax.optimization_barrier_p: _same,
@@ -335,5 +330,5 @@ _PASSAGE = {
     lax.concatenate_p: _concatenate,
 }
 for _name, _passage in (("stack_p", _stack), ("unstack_p", _unstack)):
-    if hasattr(lax, _name):  # JAX >= 0.11 (or earlier, unused) spells stacking as one primitive
+    if hasattr(lax, _name):  # how JAX spells jnp.stack since 0.10
         _PASSAGE[getattr(lax, _name)] = _passage

@@ -14,7 +14,7 @@ The trunk is cut into *blocks* such that every state variable is consumed inside
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -46,6 +46,13 @@ class Block:
     declarations: Mapping[Any, Declaration] = field(default_factory=dict)
     names: Mapping[Any, str] = field(default_factory=dict)
     constants: Mapping[Any, np.ndarray] = field(default_factory=dict)
+    _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, make: Callable[[Block], Any]) -> Any:
+        """`make(self)`, remembered: what a rule derives from a block, it derives once."""
+        if make not in self._memory:
+            self._memory[make] = make(self)
+        return self._memory[make]
 
     def __call__(self, x: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """The block's outputs at the state `x`."""
@@ -96,7 +103,7 @@ def type_of(var: Any) -> str:
 
 def struct(var: Any) -> jax.ShapeDtypeStruct:
     """A variable's type without its value."""
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    return compat.struct(var.aval)
 
 
 def run(eqns: Iterable[JaxprEqn], env: dict[Any, Any]) -> None:
@@ -211,8 +218,10 @@ class Cutter:
             ),
         )
         exports = tuple(v for v in produced if v not in outputs and (outside[v] or v in self.results))
-        facts = {kind: {v: known[v] for v in reads if v in known} for kind, known in self.facts.items()}
         operands = tuple(v for v in reads if v not in inputs)
+        facts = {
+            kind: {v: known[v] for v in operands if v in known} for kind, known in self.facts.items()
+        }
         return Block(tuple(eqns), inputs, outputs, operands, exports, **facts)
 
     def join(self, parts: Iterable[Block | JaxprEqn]) -> Block:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from . import compat
 from .compat import JaxprEqn, Primitive
 from .errors import DuplicateRuleError
 from .graph import Block
@@ -76,7 +76,7 @@ class Alarm:
 
 
 class Rule:
-    """One kind of block. Subclasses override what differs; instances hold no state."""
+    """One kind of block. Subclasses override what differs; instances hold nothing but options."""
 
     name: ClassVar[str]
 
@@ -115,7 +115,7 @@ class Rule:
 
 def pushforward(block: Block, pullback: Callable[..., Any], h: State) -> State:
     """J h, from the pullback h' ↦ h' J alone (its transpose); dtypes of the outputs."""
-    outputs = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in block.outputs)
+    outputs = tuple(compat.struct(v.aval) for v in block.outputs)
     transposed = jax.linear_transpose(pullback, outputs)
     (result,) = transposed(tuple(h))
     return tuple(result)
@@ -123,7 +123,7 @@ def pushforward(block: Block, pullback: Callable[..., Any], h: State) -> State:
 
 def pull_back_ones(block: Block, pullback: Callable[..., Any]) -> State:
     """The sum of J's rows; where the rows have disjoint supports, it holds all of them."""
-    return tuple(pullback(tuple(jnp.ones(v.aval.shape, v.aval.dtype) for v in block.outputs)))
+    return tuple(pullback(tuple(compat.full(v.aval, 1.0) for v in block.outputs)))
 
 
 def cast_like_outputs(block: Block, h: Sequence[Any]) -> State:

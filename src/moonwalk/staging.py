@@ -127,7 +127,10 @@ def _captured(fun: Any) -> dict[str, Any]:
             captured.setdefault("self", f.__self__)
             f = f.__func__
         if inspect.isfunction(f):
-            variables = inspect.getclosurevars(f)
+            try:
+                variables = inspect.getclosurevars(f)
+            except ValueError:  # a variable that is not assigned yet
+                continue
             for name, value in {**variables.globals, **variables.nonlocals}.items():
                 if inspect.isfunction(value) or inspect.ismethod(value):
                     pending.append(value)

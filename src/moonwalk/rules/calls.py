@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .. import chain, compat, graph, staging
-from ..chain import Chain
+from ..chain import Chain, combined
+from ..compat import Literal
 from ..errors import NotSubmersiveError
 from ..graph import Block
+from ..linearity import is_linear
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 
 
@@ -29,9 +30,7 @@ class Tangents(NamedTuple):
 
 
 def _tangents(block: Block) -> Tangents | Verdict:
-    if "tangents" not in block.__dict__:
-        object.__setattr__(block, "tangents", _trace_tangents(block))
-    return block.__dict__["tangents"]
+    return block.once(_trace_tangents)
 
 
 def _trace_tangents(block: Block) -> Tangents | Verdict:
@@ -60,6 +59,15 @@ def _trace_tangents(block: Block) -> Tangents | Verdict:
             "wrap the function in moonwalk.custom_vijp and give it a rule",
         )
     jaxpr, consts = staging.flatten_calls(program, flat)
+    if backward and not _has_linear_backward(block):
+        return Verdict(
+            None,
+            "its backward rule is not linear in the cotangent",
+            "wrap the function in moonwalk.custom_vijp and give it a rule",
+        )
+    outs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+    if len(set(outs)) < len(jaxpr.outvars):
+        return Verdict(False, "two of its outputs have equal derivatives, or one has none", "drop one")
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     declarations = {
         v: block.declarations[o]
@@ -73,6 +81,20 @@ def _trace_tangents(block: Block) -> Tangents | Verdict:
         return Tangents(jaxpr, tuple(consts), chain.build(cut))
     except NotSubmersiveError as error:
         return Verdict(None, f"in its own derivative, {error.equation}: {error.reason}", error.way_out)
+
+
+def _has_linear_backward(block: Block) -> bool:
+    x, operands = block.structs()
+    outputs = [graph.struct(v) for v in block.outputs]
+    k, n = len(x), len(outputs)
+
+    def backward(*args: Any) -> Any:
+        ct, x, operands = args[:n], args[n : n + k], args[n + k :]
+        return jax.vjp(lambda *x: block(x, operands), *x)[1](tuple(ct))
+
+    flat = [*outputs, *x, *operands]
+    jaxpr, _ = staging.flatten_calls(jax.make_jaxpr(backward)(*flat), flat)
+    return is_linear(jaxpr.eqns, jaxpr.invars[:n], jaxpr.outvars)
 
 
 @register_vijp(compat.custom_jvp_call_p, compat.custom_vjp_call_p)
@@ -89,7 +111,7 @@ class OwnDerivative(Rule):
 
     def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
         tangents = _checked(block)
-        t = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in block.inputs]
+        t = [compat.full(v.aval, 0.0) for v in block.inputs]
         env = dict(zip(tangents.jaxpr.constvars, tangents.consts, strict=True))
         env.update(zip(tangents.jaxpr.invars, [*t, *x, *operands], strict=True))
         _, tape = tangents.chain.forward(env)
@@ -102,11 +124,7 @@ class OwnDerivative(Rule):
         return _checked(block).chain.alarms(kept)
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        gains = [link.rule.gain(link.block) for link in _checked(block).chain.links]
-        factor = 1.0
-        for g in gains:
-            factor *= g.factor
-        return Gain(factor, any(g.mixes for g in gains))
+        return combined([link.rule.gain(link.block) for link in _checked(block).chain.links])
 
 
 def _checked(block: Block) -> Tangents:

@@ -8,7 +8,6 @@ rules once; weight-only factors of all layers are made in one batched call befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import chain, compat, graph, staging
-from ..chain import Chain
+from ..chain import Chain, combined
 from ..compat import Literal
 from ..errors import NotSubmersiveError
 from ..graph import Block
@@ -55,9 +54,7 @@ def _state_positions(block: Block) -> list[int]:
 
 
 def _body(block: Block) -> Body | Verdict:
-    if "scan_body" not in block.__dict__:
-        object.__setattr__(block, "scan_body", _build_body(block))
-    return block.__dict__["scan_body"]
+    return block.once(_build_body)
 
 
 def _build_body(block: Block) -> Body | Verdict:
@@ -70,6 +67,12 @@ def _build_body(block: Block) -> Body | Verdict:
             None,
             "the state enters the scan as a constant or as scanned-over data, not as its carry",
             "carry the state through the scan, or wrap it in moonwalk.custom_vijp",
+        )
+    if len(positions) > len(block.inputs):
+        return Verdict(
+            None,
+            "one state enters the scan twice: the cotangents of its copies add up",
+            "carry it once",
         )
     if any(v in block.outputs for v in eqn.outvars[num_carry:]):
         return Verdict(
@@ -87,7 +90,11 @@ def _build_body(block: Block) -> Body | Verdict:
     state, outputs = [in_carry[i] for i in active], [jaxpr.outvars[i] for i in active]
     if len({id(v) for v in outputs}) < len(outputs) or any(isinstance(v, Literal) for v in outputs):
         return Verdict(False, "a carry is overwritten by a constant or by another", "scan over it once")
-    reached = {v for i, v in enumerate(jaxpr.outvars[:num_carry]) if i not in active}
+    reached = {
+        v
+        for i, v in enumerate(jaxpr.outvars[:num_carry])
+        if i not in active and not isinstance(v, Literal)
+    }
     known = {}
     declarations, names = {}, {}
     for i, (outer, var) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
@@ -97,7 +104,7 @@ def _build_body(block: Block) -> Body | Verdict:
             known[var] = jnp.asarray(constant)
         found = block.declaration(outer)
         if found is not None and stacked:
-            found = found.moved({a: a - 1 for a in range(1, outer.aval.ndim)})
+            found = found.moved(range(1, outer.aval.ndim))
         if found is not None and i not in carries:
             declarations[var] = found
         if not isinstance(outer, Literal) and outer in block.names:
@@ -127,7 +134,7 @@ class Scan(Rule):
     """The body's vijp, once per layer, in the order of the forward pass.
 
     What is kept is the carry that each layer saw. A layer's blocks are linearised again from it, by the
-    same program on the same numbers, which costs one forward pass and keeps no activation inside a layer.
+    same program on the same numbers: one more forward pass, and no activation inside a layer is kept.
     """
 
     name = "scan"
@@ -181,22 +188,28 @@ class Scan(Rule):
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         body = _checked(block)
-        alarms: list[Alarm] = []
+        texts: list[Any] = []  # what does not depend on values: no tracer may leave the loop
 
         def step(_: Any, tape: Any) -> Any:
-            alarms[:] = body.chain.alarms(tape)
+            alarms = body.chain.alarms(tape)
+            texts[:] = [(a.message, a.error, a.place) for a in alarms]
             return (), [jnp.any(a.bad) for a in alarms]
 
         _, bad = self._along(block, body, factors, kept, step, ())
-        return [replace(a, bad=b) for b, a in zip(bad, alarms, strict=True)]
+        return [Alarm(b, *text) for b, text in zip(bad, texts, strict=True)]
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        gains = [link.rule.gain(link.block) for link in _checked(block).chain.links]
-        mixes = any(g.mixes for g in gains)
-        factor = 1.0
-        for g in gains:
-            factor *= g.factor if mixes or g.factor == float("inf") else 1.0
-        return Gain(factor ** block.eqn.params["length"], mixes)
+        body, length = _checked(block), block.eqn.params["length"]
+        if operands is None:
+            layer = combined([link.rule.gain(link.block) for link in body.chain.links])
+            return Gain(layer.factor**length, layer.mixes)
+        consts, _, xs = self._operands(block, body, operands, None)
+        return combined(
+            [
+                combined(body.chain.gains(body.env(consts, None, [x[i] for x in xs])))
+                for i in range(length)
+            ]
+        )
 
     def _along(self, block: Block, body: Body, factors: Any, kept: Any, step: Any, start: Any) -> Any:
         """Scan over the layers again, with each layer's tape made from the carry that it saw."""

@@ -11,7 +11,7 @@ so with K the left inverse of M (`pivot`) and T_a = K W_a,
 K rows[i'] for all i' is itself a convolution, with the input's own layout and groups: where the plan is
 parallel it is the whole vijp. This corrects the paper's Algorithm 2, which leaves channel 0
 unassigned, drops the diagonal and transposes the kernel, and its order of elimination Σi' + c'
-(NUMERICS §7.1, §7.2).
+(docs/numerics.md §7.1, §7.2).
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _geometry(block: Block) -> Geometry:
 
 def _structure(block: Block) -> str | None:
     declaration = block.declaration(block.eqn.invars[1])
-    return declaration and declaration.of_kernel()
+    out, inp, *_ = block.eqn.params["dimension_numbers"].rhs_spec
+    structure = declaration and declaration.of_kernel(inp, out)
+    # An isometry that is not one as a whole says nothing of its pivot.
+    return None if structure == "isometric" else structure
 
 
 def _plan(block: Block) -> Plan | Verdict:
@@ -233,7 +236,8 @@ def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
     batch, feature, *spatial = geometry.numbers.lhs_spec
     last = lax.transpose(rows, (batch, *spatial, feature))
     grouped = last.reshape((*last.shape[:-1], geometry.groups, geometry.m))
-    solved = grouped[..., : geometry.m_out] / diagonal
+    solved = grouped[..., : geometry.m_out]
+    solved = solved / diagonal.reshape([1] * (solved.ndim - 2) + list(diagonal.shape))
     solved = solved.reshape((*last.shape[:-1], geometry.groups * geometry.m_out))
     order = np.argsort(
         (geometry.numbers.out_spec[0], *geometry.numbers.out_spec[2:], geometry.numbers.out_spec[1])

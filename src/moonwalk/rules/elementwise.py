@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core.primitives import add_jaxvals_p
 
 from .. import compat, staging
 from ..compat import Literal
 from ..errors import SingularError
 from ..graph import Block
+from ..linearity import is_linear
 from ..partition import POINTWISE
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_region
 
-_CUSTOM = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
+_OWN_DERIVATIVE = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
 _LEAKY = (
     "use an activation whose derivative never vanishes: jax.nn.leaky_relu, jnp.abs, or MaxMin; "
     "or keep this cotangent instead of recovering it"
@@ -46,12 +46,12 @@ class Elementwise(Rule):
     name = "elementwise"
 
     def matches(self, block: Block) -> bool:
-        if not all(e.primitive in POINTWISE or e.primitive in _CUSTOM for e in block.eqns):
+        if not all(e.primitive in POINTWISE or e.primitive in _OWN_DERIVATIVE for e in block.eqns):
             return False
         shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
         if len(shapes) != 1 or len(block.outputs) > len(block.inputs):
             return False
-        if not any(e.primitive in _CUSTOM for e in block.eqns) and all(
+        if not any(e.primitive in _OWN_DERIVATIVE for e in block.eqns) and all(
             v.aval.shape in shapes or v.aval.shape == () for e in block.eqns for v in e.invars
         ):
             return True
@@ -86,8 +86,11 @@ class Elementwise(Rule):
             solved = (h0 / d,)
         elif len(block.outputs) == 1:
             (row,) = rows
+            # scaled by the largest entry, whose square alone might underflow
+            size = functools.reduce(jnp.maximum, (jnp.abs(j) for j in row))
+            row = [j / size for j in row]
             products = [j * a for j, a in zip(row, h, strict=True)]
-            solved = (_sum(products) / _sum([j * j for j in row]),)
+            solved = (_sum(products) / _sum([j * j for j in row]) / size,)
         elif len(block.inputs) == len(block.outputs) == 2:
             # [h₁ h₂] = [h'₁ h'₂] [[a, b], [c, d]]; exact where the matrix is a permutation.
             ((a, b), (c, d)), (h1, h2) = rows, h
@@ -105,22 +108,22 @@ class Elementwise(Rule):
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
         rows = _jacobian(block, kept)
+        eps = float(jnp.finfo(rows[0][0].dtype).eps)
         if len(block.outputs) == 1:
-            bad = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
-            bad = ~(bad >= jnp.finfo(bad.dtype).tiny)
+            size = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
+            bad = ~(size >= jnp.finfo(size.dtype).tiny)
         elif len(block.inputs) == len(block.outputs) == 2:
             (a, b), (c, d) = rows
-            bad = ~(jnp.abs(a * d - b * c) >= jnp.finfo(a.dtype).tiny)
+            bad = ~(jnp.abs(a * d - b * c) > 8 * eps * (jnp.abs(a * d) + jnp.abs(b * c)))
         else:
-            matrix = _stacked(rows)
-            smallest = jnp.linalg.svd(matrix, compute_uv=False)[..., -1]
-            bad = ~(smallest >= jnp.finfo(smallest.dtype).eps)
+            values = jnp.linalg.svd(_stacked(rows), compute_uv=False)
+            bad = ~(values[..., -1] > 8 * eps * values[..., 0])
         operands = [v for v in block.operands if v in block.names]
         weights = f" (operands: {', '.join(block.name(v) for v in operands)})" if operands else ""
         return [
             Alarm(
                 bad,
-                "vijp: a pointwise block has a derivative that is exactly zero (or not a number) at "
+                "vijp: a pointwise block has a derivative that is zero to rounding (or not a number) at "
                 f"some entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
                 "output's cotangent cannot be recovered there; " + _LEAKY,
                 SingularError,
@@ -132,9 +135,7 @@ def _jacobian(block: Block, pullback: Any) -> list[State]:
     """Rows of the k' × k matrices: row i is the pullback of ones in output i."""
 
     def unit(i: int) -> State:
-        return tuple(
-            jnp.full(v.aval.shape, float(i == j), v.aval.dtype) for j, v in enumerate(block.outputs)
-        )
+        return tuple(compat.full(v.aval, float(i == j)) for j, v in enumerate(block.outputs))
 
     return [tuple(pullback(unit(i))) for i in range(len(block.outputs))]
 
@@ -146,7 +147,7 @@ def _sum(terms: Sequence[Any]) -> Any:
 def _stacked(rows: Sequence[State]) -> Any:
     """[..., k', k] in at least float32."""
     matrix = jnp.stack([jnp.stack(row, -1) for row in rows], -2)
-    return matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+    return matrix.astype(compat.working_dtype(matrix.dtype))
 
 
 def _least_squares(rows: Sequence[State], h: State) -> State:
@@ -173,15 +174,14 @@ class Program(NamedTuple):
 
 def derivative_program(block: Block) -> Program | None:
     """The block's derivative as a flat jaxpr, or None if it is not linear and pointwise."""
-    if "program" not in block.__dict__:
-        object.__setattr__(block, "program", _derivative_program(block))
-    return block.__dict__["program"]
+    return block.once(_derivative_program)
 
 
 def _derivative_program(block: Block) -> Program | None:
     x, operands = block.structs()
-    backward = _has_custom_vjp(block.eqns)  # a custom_vjp has no forward derivative
-    seeds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in block.outputs] if backward else x
+    # a custom_vjp has no forward derivative
+    backward = any(e.primitive is compat.custom_vjp_call_p for e in block.eqns)
+    seeds = [compat.struct(v.aval) for v in block.outputs] if backward else x
     k = len(x)
 
     def forward_program(*args: Any) -> Any:
@@ -199,20 +199,9 @@ def _derivative_program(block: Block) -> Program | None:
     shape = block.outputs[0].aval.shape
     if not _is_pointwise(program, shape):
         return None
-    if backward and not _is_linear(program):
+    if backward and not is_linear(_needed(jaxpr), _seeds(program), jaxpr.outvars):
         return None
     return program
-
-
-def _has_custom_vjp(eqns: Sequence[Any]) -> bool:
-    for eqn in eqns:
-        if eqn.primitive is compat.custom_vjp_call_p:
-            return True
-        if eqn.primitive in compat.CALLS or eqn.primitive is compat.custom_jvp_call_p:
-            inner, _ = compat.called_jaxpr(eqn)
-            if eqn.primitive in compat.CALLS and _has_custom_vjp(inner.eqns):
-                return True
-    return False
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -238,36 +227,20 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
         if not touched:
             continue
         same_shape = all(v.aval.shape == shape for v in (*touched, *eqn.outvars))
-        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p)
+        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p) or (
+            eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
+        )
         if not same_shape or not (
-            eqn.primitive in POINTWISE or eqn.primitive is add_jaxvals_p or layout_only
+            eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p or layout_only
         ):
             return False
         carries.update(eqn.outvars)
     return True
 
 
-def _is_linear(program: Program) -> bool:
-    """Whether the cotangent goes through linearly: then, and only then, JAX can transpose it."""
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
-    first, last = program.states, program.states + program.seeds
-
-    def in_seeds(*seeds: Any) -> Any:
-        args = [jnp.ones(s.shape, s.dtype) for s in structs]
-        args[first:last] = seeds
-        return staging.evaluate(program.jaxpr, program.consts, args, {})
-
-    try:
-        out = jax.eval_shape(in_seeds, *structs[first:last])
-        jax.eval_shape(jax.linear_transpose(in_seeds, *structs[first:last]), out)
-    except Exception:  # JAX raises various types for what it cannot transpose
-        return False
-    return True
-
-
 # --- probing --------------------------------------------------------------------------------------
 
-_CORE, _WIDE = 160, 96
+_CORE, _WIDE = 160, 256
 
 
 class Probe(NamedTuple):
@@ -319,7 +292,7 @@ def _evaluate_probe(program: Program, operands: Sequence[np.ndarray] | None) -> 
 
 
 def _gain(jacobian: np.ndarray, largest: np.ndarray, smallest: np.ndarray) -> float:
-    """(r² + 1) / 2r for derivatives between r and 1: NUMERICS §1 with half the entries at each end.
+    """(r² + 1) / 2r for derivatives between r and 1, half of them at each end (docs/numerics.md §1).
 
     A continuous derivative that changes its sign passes through zero, however wide the probes miss
     it; one that jumps between a few values (|x|, LeakyReLU) does not.
@@ -339,7 +312,9 @@ def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     info = jnp.finfo(dtype)
     reach = min(30.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
     core = rng.uniform(-3, 3, _CORE)
-    wide = rng.choice([-1, 1], _WIDE) * 10.0 ** rng.permutation(np.linspace(-reach, reach, _WIDE))
+    near = rng.uniform(-1, 2, _WIDE // 2)
+    far = rng.uniform(-reach, reach, _WIDE - _WIDE // 2)
+    wide = rng.choice([-1, 1], _WIDE) * 10.0 ** np.concatenate([near, far])
     return np.concatenate([core, wide]).astype(dtype)
 
 
@@ -366,7 +341,7 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
     """
     jaxpr = program.jaxpr
     size = _CORE + _WIDE
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
         env: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, program.consts, strict=True):
             known = compat.concrete(const)
@@ -378,7 +353,7 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
             return jnp.broadcast_to(value, (size,))
 
         for eqn in _needed(jaxpr):
-            if eqn.primitive in POINTWISE or eqn.primitive is add_jaxvals_p:
+            if eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p:
                 env.update(
                     zip(eqn.outvars, compat.bind(eqn, [read(v) for v in eqn.invars]), strict=True)
                 )

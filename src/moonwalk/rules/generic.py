@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jax.flatten_util import ravel_pytree
 
+from .. import compat
 from ..errors import SingularError
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, cast_like_outputs
@@ -82,9 +83,7 @@ class MatrixFree(Rule):
         keys = jax.random.split(jax.random.key(0), len(like))
         u = tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, like, strict=True))
         found, converged = self.solve(kept, kept(u), like)
-        wide = [
-            ravel_pytree(s)[0].astype(jnp.promote_types(like[0].dtype, jnp.float32)) for s in (found, u)
-        ]
+        wide = [ravel_pytree(s)[0].astype(compat.working_dtype(like[0].dtype)) for s in (found, u)]
         error = jnp.linalg.norm(wide[0] - wide[1]) / jnp.linalg.norm(wide[1])
         limit = float(jnp.finfo(like[0].dtype).eps) ** 0.5
         return [
@@ -102,4 +101,4 @@ class MatrixFree(Rule):
 
 
 def _zeros(block: Block) -> State:
-    return tuple(jnp.zeros(v.aval.shape, v.aval.dtype) for v in block.outputs)
+    return tuple(compat.full(v.aval, 0.0) for v in block.outputs)

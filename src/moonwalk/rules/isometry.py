@@ -73,6 +73,4 @@ class Isometry(Rule):
 
 
 def _norm(arrays: Any) -> Array:
-    return jnp.sqrt(
-        sum(jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in arrays)
-    )
+    return jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(compat.working_dtype(a.dtype)))) for a in arrays))

@@ -102,7 +102,8 @@ class Dense(Rule):
         batch = [h0.shape[a] for a in layout.x_batch]
         free = [h0.shape[a] for a in layout.x_free]
         rows = lax.transpose(h0, (*layout.x_batch, *layout.x_free, *layout.x_in))
-        rows = rows.reshape((*batch, math.prod(free), -1)).astype(factors.inverse.dtype)
+        features = math.prod(h0.shape[a] for a in layout.x_in)
+        rows = rows.reshape((*batch, math.prod(free), features)).astype(factors.inverse.dtype)
         precision = pivot.solve_precision(structure, block.eqn.params["precision"])
         if structure == "diagonal":
             factors = factors._replace(inverse=factors.inverse[..., None, :])

@@ -10,7 +10,8 @@ vijp multiplies by a left inverse, made once from the weights:
     (general)     R⁻¹ Qᵀ from M = Q R                        all of it, by least squares
 
 The inverse is applied as a product, because a small solve inside a hot loop is bound by latency; a
-triangular solve against I loses 10 to 30 times less accuracy than a general inverse (NUMERICS §3).
+triangular solve against I loses 10 to 30 times less accuracy than a general inverse does
+(docs/numerics.md §3).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
+from .. import compat
 from ..declare import allowed_defect, defect
 from ..errors import DeclarationError, SingularError
 from ..registry import Alarm, Gain
@@ -35,16 +37,11 @@ class Factors(NamedTuple):
     defect: Float[Array, "*batch"]
 
 
-def working_dtype(dtype: Any) -> Any:
-    """Half precision is factorised in float32: its values are exact there."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def factorise(matrix: Float[Array, "*batch in out"], structure: str | None) -> Factors:
     """The left inverse of a pivot [in, out], out ≤ in."""
     out = matrix.shape[-1]
     off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
-    matrix = matrix.astype(working_dtype(matrix.dtype))
+    matrix = matrix.astype(compat.working_dtype(matrix.dtype))
     square = matrix[..., :out, :]
     eps = jnp.finfo(matrix.dtype).eps
     if structure == "orthogonal":
@@ -61,7 +58,7 @@ def factorise(matrix: Float[Array, "*batch in out"], structure: str | None) -> F
         inverse = solve_triangular(r, jnp.swapaxes(q, -1, -2))
         diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
         # The diagonal of R shows a loss of rank relative to the matrix's own size.
-        size = jnp.max(jnp.abs(diagonal), axis=-1, keepdims=True)
+        size = jnp.max(jnp.abs(diagonal), axis=-1, keepdims=True, initial=0)
         diagonal = jnp.where(jnp.abs(diagonal) <= eps * matrix.shape[-2] * size, 0, diagonal)
     return Factors(inverse, ~(jnp.abs(diagonal) > 0), off)
 
@@ -75,7 +72,7 @@ def apply(factors: Factors, structure: str | None, h: Float[Array, "*batch in"],
 
 
 def solve_precision(structure: str | None, ambient: Any) -> Any:
-    """The ambient precision where errors do not grow (NUMERICS §3), true float32 elsewhere."""
+    """The ambient precision where errors do not grow (docs/numerics.md §3), true float32 elsewhere."""
     return ambient if structure in ("orthogonal", "diagonal") else lax.Precision.HIGHEST
 
 
@@ -85,7 +82,7 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
         return Gain(1.0, mixes=True)
     if matrix is None:
         return Gain(1.0, mixes=False) if structure == "diagonal" else Gain.unknown()
-    matrix = matrix.astype(working_dtype(matrix.dtype))
+    matrix = matrix.astype(compat.working_dtype(matrix.dtype))
     out = matrix.shape[-1]
     if structure == "diagonal":
         d = jnp.diagonal(matrix[..., :out, :], axis1=-2, axis2=-1)

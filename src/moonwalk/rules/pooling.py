@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from .. import compat
 from ..errors import SingularError
 from ..graph import Block
 from ..registry import (
@@ -29,9 +30,10 @@ from ..registry import (
     Verdict,
     cast_like_outputs,
     pull_back_ones,
+    register_region,
     register_vijp,
 )
-from . import pivot, windows
+from . import windows
 from .windows import Axis, Plan
 
 
@@ -46,13 +48,13 @@ class DisjointRows(Rule):
 
     def _norms(self, block: Block, kept: Any) -> tuple[Any, Any]:
         (rows,) = pull_back_ones(block, kept)
-        rows = rows.astype(pivot.working_dtype(rows.dtype))
+        rows = rows.astype(compat.working_dtype(rows.dtype))
         return rows, self.reduce(block, rows * rows)
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         del factors
         rows, norms = self._norms(block, kept)
-        return cast_like_outputs(block, (self.reduce(block, rows * h[0]) / norms,))
+        return cast_like_outputs(block, (self.reduce(block, rows * h[0].astype(rows.dtype)) / norms,))
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
@@ -85,6 +87,50 @@ class Reduction(DisjointRows):
         if block.eqn.primitive is lax.reduce_prod_p:
             return Gain.unknown()
         return Gain(1.0, mixes=True)
+
+
+@register_region
+class Extremes(Rule):
+    """Maximum and minimum of pairs, as two reductions over an axis of length two: a permutation."""
+
+    name = "extremes"
+
+    def matches(self, block: Block) -> bool:
+        return (
+            {e.primitive for e in block.eqns} == {lax.reduce_max_p, lax.reduce_min_p}
+            and len(block.eqns) == len(block.outputs) == 2
+            and block.eqns[0].params["axes"] == block.eqns[1].params["axes"]
+            and block.sizes[0] == block.sizes[1]
+        )
+
+    def verdict(self, block: Block) -> Verdict:
+        return Verdict(True, "sorts pairs")
+
+    def _rows(self, block: Block, kept: Any) -> list[Any]:
+        units = [
+            tuple(compat.full(v.aval, float(i == j)) for j, v in enumerate(block.outputs))
+            for i in (0, 1)
+        ]
+        return [kept(unit)[0] for unit in units]
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        axes = tuple(block.eqn.params["axes"])
+        return cast_like_outputs(block, [jnp.sum(r * h[0], axes) for r in self._rows(block, kept)])
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        return Gain(1.0, mixes=False)
+
+    def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
+        axes = tuple(block.eqn.params["axes"])
+        norms = [jnp.sum(r * r, axes) for r in self._rows(block, kept)]
+        return [
+            Alarm(
+                (norms[0] < 1) | (norms[1] < 1),
+                "vijp: a pair is equal (a tie), and JAX splits its derivative: which of the two was the "
+                "maximum cannot be told; sort the pairs instead (jnp.sort)",
+                SingularError,
+            )
+        ]
 
 
 def _axes(block: Block) -> list[Axis]:
@@ -187,7 +233,7 @@ class SumPooling(Pooling):
             return super().vijp(block, factors, kept, h)
         plan = self._plan(axes)
         assert isinstance(plan, Plan)
-        h0 = h[0].astype(pivot.working_dtype(h[0].dtype))
+        h0 = h[0].astype(compat.working_dtype(h[0].dtype))
         # Each axis offers several pivot rows; the mean over them is their least-squares solution.
         rows, strides = plan.pivot_rows(h0, range(h0.ndim))
         solved = self._mean_over_taps(plan, rows, strides)

@@ -183,7 +183,9 @@ class Gather(Selection):
         if indices in block.inputs:
             return Verdict(None, "the indices carry a derivative", _KEEP)
         in_bounds = eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        if eqn.params["unique_indices"] and in_bounds:
+        indexed = eqn.params["dimension_numbers"].start_index_map
+        single = all(eqn.params["slice_sizes"][a] == 1 for a in indexed)
+        if eqn.params["unique_indices"] and in_bounds and single:
             return Verdict(True, "selects distinct entries (promised by unique_indices)")
         known = block.constant(indices)
         if known is None:
@@ -230,7 +232,7 @@ class SelectionRegion(Selection):
                 "cannot be told apart",
                 _KEEP,
             )
-        if all(e.primitive is lax.slice_p for e in block.eqns) and len(block.inputs) == 1:
+        if all(e.primitive is lax.slice_p and e.invars[0] in block.inputs for e in block.eqns):
             if overlap := _overlapping(block.eqns):
                 return Verdict(
                     False,
@@ -316,6 +318,8 @@ class CumulativeSum(Rule):
         del factors, kept
         axis, reverse = block.eqn.params["axis"], block.eqn.params["reverse"]
         (h0,) = h
+        if h0.shape[axis] < 2:
+            return cast_like_outputs(block, h)
         edge = jnp.zeros_like(lax.slice_in_dim(h0, 0, 1, axis=axis))
         if reverse:
             shifted = lax.concatenate([edge, lax.slice_in_dim(h0, 0, -1, axis=axis)], axis)

@@ -17,8 +17,8 @@ and in row s·i' + o_q, window i' + δ appears through the tap at r·q - s·δ, 
     neither:                     the windows do not meet in these rows: fully *parallel*.
 
 The paper's lemma is the pivot o_q = 0 (q = p) with s > p, i.e. forward; it is parallel iff k ≤ p + s
-(NUMERICS §7.1, §7.4). Causal and anti-causal convolutions are the backward and forward pivots of stride
-1, and a patchifying one (s ≥ k) has every tap as a parallel pivot.
+(docs/numerics.md §7.1, §7.4). Causal and anti-causal convolutions are the backward and forward pivots of
+stride 1, and a patchifying one (s ≥ k) has every tap as a parallel pivot.
 
 All parallel taps of an axis may be used together: their rows form one least-squares problem per
 window, whose smallest singular value is at least any single tap's, and which is wide enough for channels
