@@ -312,9 +312,10 @@ def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     info = jnp.finfo(dtype)
     reach = min(30.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
     core = rng.uniform(-3, 3, _CORE)
-    near = rng.uniform(-1, 2, _WIDE // 2)
+    # Evenly over the magnitudes, of either sign in turn; jittered, so that no two states ever tie.
+    near = np.linspace(-1, 2, _WIDE // 2) + rng.uniform(0, 6 / _WIDE, _WIDE // 2)
     far = rng.uniform(-reach, reach, _WIDE - _WIDE // 2)
-    wide = rng.choice([-1, 1], _WIDE) * 10.0 ** np.concatenate([near, far])
+    wide = np.resize([1, -1], _WIDE) * 10.0 ** np.concatenate([near, far])
     return np.concatenate([core, wide]).astype(dtype)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .. import compat
 from ..chain import is_declared_isometric
 from ..declare import tolerance
 from ..errors import DeclarationError
