@@ -47,25 +47,27 @@ def check_vijp(
         out = fun(*primals)
         return _differentiable(out[0] if options.get("has_aux") else out)
 
-    def forward(primals: Any) -> Any:
-        return _differentiable(vijp(fun, *primals, **options)[0])
+    def there(primals: Any, h_out: Any) -> Any:
+        return plain(*primals), dense_cotangent(plain, primals, h_out)
 
-    def recover(primals: Any, h: Any) -> Any:
-        return _differentiable(vijp(fun, *primals, **options)[1](*h))
+    def back(primals: Any, h: Any) -> Any:
+        out, vijp_fun = vijp(fun, *primals, **options)[:2]
+        return _differentiable(out), _differentiable(vijp_fun(*h))
 
     # A program of its own: compiled together with the recovery, XLA would skip the rounding of h.
-    pull_back = jax.jit(lambda primals, h_out: dense_cotangent(plain, primals, h_out))
+    there = jax.jit(there)
     truths = [_random_like(jax.eval_shape(plain, *primals), seed + i) for i in range(2)]
-    _compare(jax.jit(forward)(primals), jax.jit(plain)(*primals), tolerance, "the primal output")
-
     worst = 0.0
     for mode in modes:
         if mode == "vmap":
-            h = [pull_back(p, t) for p, t in zip(examples, truths, strict=True)]
-            found, truth = jax.jit(jax.vmap(recover))(_stack(examples), _stack(h)), _stack(truths)
+            out, h = _stack([there(p, t) for p, t in zip(examples, truths, strict=True)])
+            found_out, found = jax.jit(jax.vmap(back))(_stack(examples), h)
+            truth = _stack(truths)
         else:
-            run = jax.jit(recover) if mode == "jit" else recover
-            found, truth = run(primals, pull_back(primals, truths[0])), truths[0]
+            out, h = there(primals, truths[0])
+            found_out, found = (jax.jit(back) if mode == "jit" else back)(primals, h)
+            truth = truths[0]
+        _compare(found_out, out, tolerance, f"the primal output (mode {mode!r})")
         what = f"the recovered cotangent (mode {mode!r}, seed {seed})"
         worst = max(worst, _compare(found, truth, tolerance, what))
     return worst
