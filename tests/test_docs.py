@@ -1,0 +1,63 @@
+"""The documents keep their word: the README's example runs and prints what it says; links lead somewhere."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readmes_example(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    code, expected = blocks(text, "python"), blocks(text, "text")
+    assert len(code) == len(expected) == 2
+    # each block a file of its own, as a reader would paste them into one session
+    (tmp_path / "run.py").write_text(
+        f"space = {{}}\nfor block in {code!r}:\n    exec(compile(block, 'example.py', 'exec'), space)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
+    done = subprocess.run(
+        [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout == "".join(expected), done.stderr
+
+
+def test_the_demo():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(e) for e in re.findall(r"\d+e-\d+", done.stdout)]
+    assert len(errors) == 10
+    assert max(errors) <= 1e-10
+    assert "reason:" in done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        if not target.startswith("http"):
+            assert (document.parent / target).exists(), target
+
+
+def test_architecture_names_every_module():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in (ROOT / "src" / "moonwalk").glob("*.py"):
+        assert f"`{path.stem}`" in text, path.stem
+
+
+def test_the_readme_names_the_commands():
+    text = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert f"make {command}" in text
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE)
