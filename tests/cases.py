@@ -70,6 +70,8 @@ for name, fun, x in (
     ("expm1", jnp.expm1, X[:1]),
     ("log", jnp.log, _POSITIVE),
     ("log1p", jnp.log1p, _POSITIVE),
+    ("log2", jnp.log2, _POSITIVE),
+    ("one_minus_square", getattr(lax, "one_minus_square", lambda x: 1 - x**2), _POSITIVE),
     ("sqrt", jnp.sqrt, _POSITIVE),
     ("rsqrt", lax.rsqrt, _POSITIVE),
     ("cbrt", jnp.cbrt, _POSITIVE),
