@@ -229,6 +229,31 @@ def test_a_diverging_elimination_is_not_silent():
         mw.vijp(f, x)[1](x)
 
 
+INF = jnp.array([1.0, jnp.inf, 2.0])
+
+
+@pytest.mark.parametrize(
+    "fun",
+    {
+        "scale": lambda x: x * INF,
+        "diagonal": lambda x: x @ jax.jit(lambda w: mw.declare(w, "diagonal"))(jnp.diag(INF)),
+        "lower": lambda x: x @ jax.jit(lambda w: mw.declare(w, "lower"))(jnp.diag(INF)),
+        "rows that a vijp does not read": lambda x: (
+            x @ jax.jit(lambda w: mw.declare(w, "lower"))(jnp.eye(3, 2).at[2, 0].set(jnp.nan))
+        ),
+        "taps that a vijp does not read": lambda x: conv1d(
+            x[None, :, None],
+            jnp.zeros((3, 1, 1)).at[1].set(1.0).at[0].set(jnp.nan),
+        ),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_weights_that_are_not_finite(fun):
+    """A vijp divides by them, or never reads them: either way h' would look healthy."""
+    with pytest.raises(mw.SingularError, match="not finite"):
+        mw.vijp(fun[1], jnp.ones(3))[1](jnp.ones(3))
+
+
 def test_complex_states_are_refused():
     with pytest.raises(mw.NotSubmersiveError, match="complex"):
         mw.vijp(lambda x: x * (1 + 2j), X)

@@ -149,7 +149,7 @@ class Convolution(Rule):
         assert isinstance(plan, Plan)
         w = operands[block.operands.index(block.eqn.invars[1])]
         kernel = _canonical(geometry, w)
-        factors = pivot.factorise(plan.pivot_matrix(kernel), structure)
+        factors = pivot.factorise(plan.pivot_matrix(kernel), structure, w)
         couplings = []
         for coupled in plan.couplings(kernel).values():
             rows = jnp.swapaxes(coupled.astype(factors.inverse.dtype), -1, -2)  # [g, m', pivots·m]

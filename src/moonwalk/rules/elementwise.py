@@ -111,7 +111,7 @@ class Elementwise(Rule):
         eps = float(jnp.finfo(rows[0][0].dtype).eps)
         if len(block.outputs) == 1:
             size = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
-            bad = ~(size >= jnp.finfo(size.dtype).tiny)
+            bad = ~((size >= jnp.finfo(size.dtype).tiny) & jnp.isfinite(size))
         elif len(block.inputs) == len(block.outputs) == 2:
             (a, b), (c, d) = rows
             bad = ~(jnp.abs(a * d - b * c) > 8 * eps * (jnp.abs(a * d) + jnp.abs(b * c)))
@@ -123,7 +123,7 @@ class Elementwise(Rule):
         return [
             Alarm(
                 bad,
-                "vijp: a pointwise block has a derivative that is zero to rounding (or not a number) at "
+                "vijp: a pointwise block has a derivative that is zero to rounding (or not finite) at "
                 f"some entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
                 "output's cotangent cannot be recovered there; " + _LEAKY,
                 SingularError,

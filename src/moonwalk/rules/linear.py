@@ -95,7 +95,7 @@ class Dense(Rule):
     def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
         layout = _layout(block)
         w = operands[block.operands.index(layout.weight)]
-        return pivot.factorise(_matrix(layout, w), _structure(block, layout))
+        return pivot.factorise(_matrix(layout, w), _structure(block, layout), w)
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         layout, structure, (h0,) = _layout(block), _structure(block, _layout(block)), h

@@ -35,10 +35,13 @@ class Factors(NamedTuple):
     inverse: Float[Array, "*batch out in"]  # for "diagonal": the diagonal itself, [*batch, out]
     singular: Bool[Array, "*batch out"]
     defect: Float[Array, "*batch"]
+    finite: Bool[Array, ""]  # of the whole weight: a vijp reads the pivot's rows, a vjp all of them
 
 
-def factorise(matrix: Float[Array, "*batch in out"], structure: str | None) -> Factors:
-    """The left inverse of a pivot [in, out], out ≤ in."""
+def factorise(
+    matrix: Float[Array, "*batch in out"], structure: str | None, weight: Float[Array, "..."]
+) -> Factors:
+    """The left inverse of a pivot [in, out], out ≤ in, of a weight."""
     out = matrix.shape[-1]
     off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
     matrix = matrix.astype(compat.working_dtype(matrix.dtype))
@@ -60,7 +63,7 @@ def factorise(matrix: Float[Array, "*batch in out"], structure: str | None) -> F
         # The diagonal of R shows a loss of rank relative to the matrix's own size.
         size = jnp.max(jnp.abs(diagonal), axis=-1, keepdims=True, initial=0)
         diagonal = jnp.where(jnp.abs(diagonal) <= eps * matrix.shape[-2] * size, 0, diagonal)
-    return Factors(inverse, ~(jnp.abs(diagonal) > 0), off)
+    return Factors(inverse, ~(jnp.abs(diagonal) > 0), off, jnp.all(jnp.isfinite(weight)))
 
 
 def apply(factors: Factors, structure: str | None, h: Float[Array, "*batch in"], precision: Any) -> Any:
@@ -90,7 +93,7 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
         return Gain(float(jnp.max(factor)), mixes=False)
     if structure in ("lower", "upper"):
         matrix = matrix[..., :out, :]
-    inverse = factorise(matrix, structure).inverse
+    inverse = factorise(matrix, structure, matrix).inverse
     norms = [jnp.sqrt(jnp.sum(m**2, (-2, -1))) for m in (matrix, inverse)]
     return Gain(float(jnp.max(norms[0] * norms[1])) / out, mixes=True)
 
@@ -100,11 +103,17 @@ def alarms(factors: Factors, structure: str | None, dtype: Any, what: str) -> li
     kind = structure or "general"
     found = [
         Alarm(
+            ~factors.finite,
+            f"vijp: {what} holds values that are not finite, so no cotangent came through it unharmed; "
+            "look for the step that made them",
+            SingularError,
+        ),
+        Alarm(
             factors.singular,
             f"vijp: the {kind} pivot of {what} is singular, so the output's cotangent cannot be "
             "recovered; parametrise its diagonal (or its smallest singular value) away from zero",
             SingularError,
-        )
+        ),
     ]
     if structure is not None:
         limit = allowed_defect(dtype, factors.inverse.shape[-1], structure)
