@@ -9,7 +9,7 @@ makes the composition of the blocks' vijps the vijp of the composition.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,16 +49,24 @@ class Chain:
 
     def prepare(self, env: Mapping[Any, Any]) -> tuple[Any, ...]:
         """Factors of every block whose operands follow from `env` (weights) alone, else None."""
+        return tuple(
+            None if operands is None else link.rule.prepare(link.block, operands)
+            for link, operands in self._with_operands(env)
+        )
+
+    def gains(self, env: Mapping[Any, Any]) -> list[Gain]:
+        """Gains of all blocks, measured where their operands follow from `env` (weights)."""
+        return [link.rule.gain(link.block, operands) for link, operands in self._with_operands(env)]
+
+    def _with_operands(self, env: Mapping[Any, Any]) -> Iterator[tuple[Link, list[Any] | None]]:
+        """Each block with its operands, None where these do not follow from `env` alone."""
         env = dict(env)
-        factors: list[Any] = []
         for item in self.schedule:
             if isinstance(item, Link):
                 known = all(v in env for v in item.block.operands)
-                operands = [env[v] for v in item.block.operands] if known else None
-                factors.append(item.rule.prepare(item.block, operands) if operands is not None else None)
+                yield item, [env[v] for v in item.block.operands] if known else None
             elif all(isinstance(v, Literal) or v in env for v in item.invars):
                 graph.run([item], env)
-        return tuple(factors)
 
     def forward(
         self, env: Mapping[Any, Any], factors: Sequence[Any] | None = None
@@ -98,19 +106,6 @@ class Chain:
             for (block, rule, _), (factors, kept) in zip(self.links, tape, strict=True)
             for alarm in rule.alarms(block, factors, kept)
         ]
-
-    def gains(self, env: Mapping[Any, Any]) -> list[Gain]:
-        """Gains of all blocks, measured where their operands follow from `env` (weights)."""
-        env = dict(env)
-        gains = []
-        for item in self.schedule:
-            if isinstance(item, Link):
-                known = all(v in env for v in item.block.operands)
-                operands = [env[v] for v in item.block.operands] if known else None
-                gains.append(item.rule.gain(item.block, operands))
-            elif all(isinstance(v, Literal) or v in env for v in item.invars):
-                graph.run([item], env)
-        return gains
 
     def describe(self) -> str:
         """One line per block: rule, types, why it is submersive."""
@@ -197,7 +192,7 @@ def _no_rule(block: Block) -> Verdict:
     """Why no rule speaks of a block."""
     n, n_out = block.sizes
     primitives = {e.primitive.name for e in block.eqns}
-    control = sorted(primitives & {"cond", "while", "scan"})
+    control = sorted(primitives & {"cond", "while"})
     uses = {v: sum(any(v is u for u in e.invars) for e in block.eqns) for v in block.inputs}
     passing = [v for v in block.outputs if v in block.inputs]
     if passing:
@@ -253,21 +248,8 @@ def _refuse_constant_outputs(cut: Graph) -> None:
         )
 
 
-# Steps that copy or place entries and compute nothing: what may belong to an isometry after it.
-_COPYING = frozenset(
-    {
-        lax.pad_p,
-        lax.slice_p,
-        lax.split_p,
-        lax.concatenate_p,
-        lax.reshape_p,
-        lax.transpose_p,
-        lax.rev_p,
-        lax.squeeze_p,
-        lax.broadcast_in_dim_p,
-        lax.gather_p,
-    }
-)
+# What may belong to an isometry that comes after it.
+_COPYING = partition.MOVING | {lax.pad_p}
 
 
 def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:

@@ -211,13 +211,16 @@ def _call_site() -> str:
 not_mapped = getattr(batching, "not_mapped", None)  # how a batching rule sees an unbatched operand
 
 
-def full(aval: Any, value: float) -> Any:
-    """An array of one value, of an aval's type: its mesh and its varying axes are part of it."""
+def _explicit_sharding(aval: Any) -> Any:
+    """The sharding that is part of an aval's type (meshes with Explicit axes), else None."""
     sharding = getattr(aval, "sharding", None)
     explicit = sharding is not None and not sharding.mesh.empty and not sharding.mesh.are_all_axes_auto
-    array = jax.numpy.full(aval.shape, value, aval.dtype, device=sharding if explicit else None)
-    varying = tuple(getattr(aval, "vma", ()))
-    return jax.lax.pcast(array, varying, to="varying") if varying else array
+    return sharding if explicit else None
+
+
+def full(aval: Any, value: float) -> Any:
+    """An array of one value, of an aval's type."""
+    return jax.numpy.full(aval.shape, value, aval.dtype, device=_explicit_sharding(aval))
 
 
 def working_dtype(dtype: Any) -> Any:
@@ -226,13 +229,8 @@ def working_dtype(dtype: Any) -> Any:
 
 
 def struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """An aval's type without a value, with its mesh and its varying axes."""
-    sharding = getattr(aval, "sharding", None)
-    explicit = sharding is not None and not sharding.mesh.empty and not sharding.mesh.are_all_axes_auto
-    options: dict[str, Any] = {"sharding": sharding} if explicit else {}
-    if getattr(aval, "vma", None):
-        options["vma"] = aval.vma
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
+    """An aval's type without a value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_explicit_sharding(aval))
 
 
 def is_concrete(*arrays: Any) -> bool:

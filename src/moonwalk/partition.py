@@ -30,6 +30,16 @@ POINTWISE: frozenset[Any] = frozenset(
     if hasattr(lax, f"{name}_p")
 ) | {compat.name_p, declare_p}
 
+# Primitives that place entries elsewhere, or copy them, and compute nothing.
+MOVING: frozenset[Any] = frozenset(
+    getattr(lax, f"{name}_p")
+    for name in (
+        "broadcast_in_dim concatenate copy gather reshape rev slice split squeeze stack tile transpose "
+        "unstack"
+    ).split()
+    if hasattr(lax, f"{name}_p")
+)
+
 # Pointwise primitives whose derivative is zero wherever it exists.
 _FLAT: frozenset[Any] = frozenset(
     {lax.stop_gradient_p, lax.sign_p, lax.floor_p, lax.ceil_p, lax.round_p, lax.nextafter_p}

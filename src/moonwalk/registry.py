@@ -126,6 +126,22 @@ def pull_back_ones(block: Block, pullback: Callable[..., Any]) -> State:
     return tuple(pullback(tuple(compat.full(v.aval, 1.0) for v in block.outputs)))
 
 
+def pull_back_units(block: Block, pullback: Callable[..., Any]) -> list[State]:
+    """For each output, the pullback of ones in it and zeros in the others."""
+
+    def unit(i: int) -> State:
+        return tuple(compat.full(v.aval, float(i == j)) for j, v in enumerate(block.outputs))
+
+    return [tuple(pullback(unit(i))) for i in range(len(block.outputs))]
+
+
+def random_cotangents(block: Block) -> State:
+    """A random h', the same every time, for checks on a block's own linear map."""
+    keys = jax.random.split(jax.random.key(0), len(block.outputs))
+    pairs = zip(keys, block.outputs, strict=True)
+    return tuple(jax.random.normal(k, v.aval.shape, v.aval.dtype) for k, v in pairs)
+
+
 def cast_like_outputs(block: Block, h: Sequence[Any]) -> State:
     """Cotangents in the dtypes of the block's outputs."""
     return tuple(a.astype(v.aval.dtype) for a, v in zip(h, block.outputs, strict=True))

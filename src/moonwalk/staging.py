@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from . import compat
 from .compat import Literal
@@ -81,7 +82,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[
 def _key(eqn: compat.JaxprEqn, inputs: Sequence[Any]) -> Any:
     """What makes two equations the same, or None where that cannot be told."""
     operands = tuple(
-        (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else id(value)
+        (np.asarray(atom.val).tobytes(), str(atom.aval)) if isinstance(atom, Literal) else id(value)
         for atom, value in zip(eqn.invars, inputs, strict=True)
     )
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))

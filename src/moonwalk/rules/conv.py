@@ -151,7 +151,7 @@ class Convolution(Rule):
         kernel = _canonical(geometry, w)
         factors = pivot.factorise(plan.pivot_matrix(kernel), structure, w)
         couplings = []
-        for coupled in plan.couplings(kernel).values():
+        for coupled in plan.couplings(kernel):
             rows = jnp.swapaxes(coupled.astype(factors.inverse.dtype), -1, -2)  # [g, m', pivots·m]
             wide = (
                 factors._replace(inverse=factors.inverse[:, None])
@@ -188,8 +188,8 @@ class Convolution(Rule):
             batch, feature, *spatial = geometry.numbers.out_spec
             last = lax.transpose(solved, (batch, *spatial, feature))
             grouped = last.reshape((*last.shape[:-1], geometry.groups, geometry.m_out))
-            shifts = plan_shifts(plan)
-            done = windows.eliminate(plan, grouped, dict(zip(shifts, factors.couplings, strict=True)))
+            couplings = dict(zip(plan.shifts, factors.couplings, strict=True))
+            done = windows.eliminate(plan, grouped, couplings)
             order = np.argsort((batch, *spatial, feature))
             solved = lax.transpose(done.reshape(last.shape), tuple(int(i) for i in order))
         return (solved.astype(block.outputs[0].aval.dtype),)
@@ -210,11 +210,11 @@ class Convolution(Rule):
         """rms ‖A v‖ · rms ‖A⁻¹ u‖ of the recursion A h' = h' + Σ T_a h'[· - a], on random vectors."""
         factors = self.prepare(block, operands)
         geometry = _geometry(block)
-        couplings = dict(zip(plan_shifts(plan), factors.couplings, strict=True))
+        couplings = dict(zip(plan.shifts, factors.couplings, strict=True))
         shape = (8, *(a.out for a in geometry.axes), geometry.groups, geometry.m_out)
         v = jax.random.normal(jax.random.key(0), shape, factors.pivot.inverse.dtype)
         solved = windows.eliminate(plan, v, couplings)
-        applied = v - (windows.apply_couplings(plan, v, couplings))
+        applied = v - windows.apply_couplings(plan, v, couplings)
         norm = jnp.linalg.norm(v)
         return float(jnp.linalg.norm(solved) / norm * jnp.linalg.norm(applied) / norm)
 
@@ -223,12 +223,6 @@ class Convolution(Rule):
         assert isinstance(plan, Plan)
         what = f"the kernel {block.name(w)}, {plan.describe()}"
         return pivot.alarms(factors.pivot, _structure(block), w.aval.dtype, what)
-
-
-def plan_shifts(plan: Plan) -> list[tuple[int, ...]]:
-    """The shifts of `Plan.couplings`, in its order."""
-    shape = [a.axis.taps for a in plan.axes]
-    return list(plan.couplings(np.zeros((*shape, 1, 1, 1), np.float32)))
 
 
 def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:

@@ -30,7 +30,7 @@ from ..errors import SingularError
 from ..graph import Block
 from ..linearity import is_linear
 from ..partition import POINTWISE
-from ..registry import Alarm, Gain, Rule, State, Verdict, register_region
+from ..registry import Alarm, Gain, Rule, State, Verdict, pull_back_units, register_region
 
 _OWN_DERIVATIVE = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
 _LEAKY = (
@@ -51,21 +51,10 @@ class Elementwise(Rule):
         shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
         if len(shapes) != 1 or len(block.outputs) > len(block.inputs):
             return False
-        if not any(e.primitive in _OWN_DERIVATIVE for e in block.eqns) and all(
-            v.aval.shape in shapes or v.aval.shape == () for e in block.eqns for v in e.invars
-        ):
-            return True
         return derivative_program(block) is not None
 
     def verdict(self, block: Block) -> Verdict:
-        program = derivative_program(block)
-        if program is None:
-            return Verdict(
-                None,
-                "its backward rule is not linear and pointwise in the cotangent",
-                "wrap the layer in moonwalk.custom_vijp and give it a rule",
-            )
-        probe = _probe(program)
+        probe = _probe(_checked(block))
         if probe.vanishing > 0.05:
             share = "everywhere" if probe.vanishing > 0.999 else "on part of its range"
             return Verdict(
@@ -80,7 +69,7 @@ class Elementwise(Rule):
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         del factors
-        rows = _jacobian(block, kept)
+        rows = pull_back_units(block, kept)  # of the k' × k matrices
         if len(block.inputs) == 1:
             (((d,),), (h0,)) = rows, h
             solved = (h0 / d,)
@@ -101,13 +90,12 @@ class Elementwise(Rule):
         return tuple(a.astype(v.aval.dtype) for a, v in zip(solved, block.outputs, strict=True))
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        program = derivative_program(block)
         values = None if operands is None else [np.asarray(o, np.float64) for o in operands]
-        return Gain(_probe(program, values).gain if program else np.inf, mixes=False)
+        return Gain(_probe(_checked(block), values).gain, mixes=False)
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
-        rows = _jacobian(block, kept)
+        rows = pull_back_units(block, kept)  # of the k' × k matrices
         eps = float(jnp.finfo(rows[0][0].dtype).eps)
         if len(block.outputs) == 1:
             size = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
@@ -129,15 +117,6 @@ class Elementwise(Rule):
                 SingularError,
             )
         ]
-
-
-def _jacobian(block: Block, pullback: Any) -> list[State]:
-    """Rows of the k' × k matrices: row i is the pullback of ones in output i."""
-
-    def unit(i: int) -> State:
-        return tuple(compat.full(v.aval, float(i == j)) for j, v in enumerate(block.outputs))
-
-    return [tuple(pullback(unit(i))) for i in range(len(block.outputs))]
 
 
 def _sum(terms: Sequence[Any]) -> Any:
@@ -175,6 +154,12 @@ class Program(NamedTuple):
 def derivative_program(block: Block) -> Program | None:
     """The block's derivative as a flat jaxpr, or None if it is not linear and pointwise."""
     return block.once(_derivative_program)
+
+
+def _checked(block: Block) -> Program:
+    program = derivative_program(block)
+    assert program is not None, "asked of a block that the rule does not match"
+    return program
 
 
 def _derivative_program(block: Block) -> Program | None:

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from .. import compat
 from ..errors import SingularError
 from ..graph import Block
-from ..registry import Alarm, Gain, Rule, State, Verdict, cast_like_outputs
+from ..registry import Alarm, Gain, Rule, State, Verdict, cast_like_outputs, random_cotangents
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MatrixFree(Rule):
     **Arguments:**
 
     - `rtol`, `atol`: of the solver; None stands for 10 · machine epsilon.
-    - `max_steps`: None stands for 10 · min(n, n'), the number of unknowns.
+    - `max_steps`: None stands for 10 n', ten times the number of unknowns.
     """
 
     rtol: float | None = None
@@ -80,8 +80,7 @@ class MatrixFree(Rule):
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
         like = _zeros(block)
-        keys = jax.random.split(jax.random.key(0), len(like))
-        u = tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, like, strict=True))
+        u = random_cotangents(block)
         found, converged = self.solve(kept, kept(u), like)
         wide = [ravel_pytree(s)[0].astype(compat.working_dtype(like[0].dtype)) for s in (found, u)]
         error = jnp.linalg.norm(wide[0] - wide[1]) / jnp.linalg.norm(wide[1])

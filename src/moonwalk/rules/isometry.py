@@ -1,10 +1,13 @@
-"""Operators declared isometric: J Jᵀ = I, so the vijp is the jvp, h' = J h."""
+"""Convolutions declared isometric: J Jᵀ = I, so the vijp is the jvp, h' = J h.
+
+A dense layer that is declared so is orthogonal (`linear`); a convolution is one as a whole, with the
+copying step before it (`chain`), and its pivot alone says nothing.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -21,13 +24,14 @@ from ..registry import (
     Verdict,
     cast_like_outputs,
     pushforward,
+    random_cotangents,
     register_region,
 )
 
 
 @register_region
 class Isometry(Rule):
-    """A block one of whose operands is declared "isometric"."""
+    """A convolution whose kernel is declared "isometric"."""
 
     name = "isometry"
 
@@ -55,11 +59,7 @@ class Isometry(Rule):
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         """J Jᵀ u = u on a random u."""
         del factors
-        keys = jax.random.split(jax.random.key(0), len(block.outputs))
-        u = tuple(
-            jax.random.normal(k, v.aval.shape, v.aval.dtype)
-            for k, v in zip(keys, block.outputs, strict=True)
-        )
+        u = random_cotangents(block)
         back = pushforward(block, kept, kept(u))
         off = _norm([a - b for a, b in zip(back, u, strict=True)]) / _norm(u)
         limit = tolerance(block.outputs[0].aval.dtype, 256)

@@ -30,6 +30,7 @@ from ..registry import (
     Verdict,
     cast_like_outputs,
     pull_back_ones,
+    pull_back_units,
     register_region,
     register_vijp,
 )
@@ -39,8 +40,6 @@ from .windows import Axis, Plan
 
 class DisjointRows(Rule):
     """h' = (J h) / diag(J Jᵀ)."""
-
-    name = "disjoint rows"
 
     def reduce(self, block: Block, values: Any) -> Any:
         """The sum over each output's inputs."""
@@ -107,11 +106,7 @@ class Extremes(Rule):
         return Verdict(True, "sorts pairs")
 
     def _rows(self, block: Block, kept: Any) -> list[Any]:
-        units = [
-            tuple(compat.full(v.aval, float(i == j)) for j, v in enumerate(block.outputs))
-            for i in (0, 1)
-        ]
-        return [kept(unit)[0] for unit in units]
+        return [rows for (rows,) in pull_back_units(block, kept)]
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         axes = tuple(block.eqn.params["axes"])
@@ -238,7 +233,7 @@ class SumPooling(Pooling):
         rows, strides = plan.pivot_rows(h0, range(h0.ndim))
         solved = self._mean_over_taps(plan, rows, strides)
         if not plan.parallel:
-            couplings = {shift: jnp.ones((1, 1, 1), h0.dtype) for shift in plan.couplings(_ones(axes))}
+            couplings = {shift: jnp.ones((1, 1, 1), h0.dtype) for shift in plan.shifts}
             solved = windows.eliminate(plan, solved[None, ..., None, None], couplings)[0, ..., 0, 0]
         return cast_like_outputs(block, (solved,))
 
@@ -264,7 +259,3 @@ class SumPooling(Pooling):
             return Gain(1.0, mixes=True)
         plan = self._plan(axes)
         return Gain(1.0, mixes=True) if isinstance(plan, Plan) and plan.parallel else Gain.unknown()
-
-
-def _ones(axes: Sequence[Axis]) -> Any:
-    return jnp.ones((*(a.taps for a in axes), 1, 1, 1))

@@ -23,6 +23,7 @@ from jax import lax
 from .. import compat
 from ..compat import JaxprEqn, Literal
 from ..graph import Block
+from ..partition import MOVING
 from ..registry import (
     Gain,
     Rule,
@@ -39,11 +40,6 @@ _KEEP = "keep this cotangent instead of recovering it, or leave the step out"
 
 class Selection(Rule):
     """J Jᵀ = I: h' = J h."""
-
-    name = "selection"
-
-    def verdict(self, block: Block) -> Verdict:
-        raise NotImplementedError
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         del factors
@@ -204,24 +200,9 @@ class SelectionRegion(Selection):
     """Several structural equations that share a state: together they may still select."""
 
     name = "selection region"
-    _PRIMITIVES = frozenset(
-        {
-            lax.reshape_p,
-            lax.transpose_p,
-            lax.rev_p,
-            lax.squeeze_p,
-            lax.slice_p,
-            lax.split_p,
-            lax.concatenate_p,
-            lax.broadcast_in_dim_p,
-            lax.gather_p,
-            lax.copy_p,
-            *(getattr(lax, n) for n in ("stack_p", "unstack_p", "tile_p") if hasattr(lax, n)),
-        }
-    )
 
     def matches(self, block: Block) -> bool:
-        return len(block.eqns) > 1 and all(e.primitive in self._PRIMITIVES for e in block.eqns)
+        return len(block.eqns) > 1 and all(e.primitive in MOVING for e in block.eqns)
 
     def verdict(self, block: Block) -> Verdict:
         n, n_out = block.sizes

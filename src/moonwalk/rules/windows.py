@@ -169,14 +169,20 @@ class Plan:
         """[g, pivots·m, m'] out of a kernel [k…, g, m, m']."""
         return self._rows(kernel, [a.taps for a in self.axes])
 
-    def couplings(self, kernel: Any) -> dict[tuple[int, ...], Any]:
-        """{shift: the rows [g, pivots·m, m'] through which the window that many before appears}."""
-        options = [{0: a.taps, **{n: (tap,) for n, tap in a.shifts.items()}} for a in self.axes]
-        return {
-            shift: self._rows(kernel, [o[n] for o, n in zip(options, shift, strict=True)])
-            for shift in itertools.product(*options)
-            if any(shift)
-        }
+    @property
+    def shifts(self) -> list[tuple[int, ...]]:
+        """How many windows before, along each axis, the windows lie that appear in a pivot row."""
+        options = [(0, *a.shifts) for a in self.axes]
+        return [shift for shift in itertools.product(*options) if any(shift)]
+
+    def couplings(self, kernel: Any) -> list[Any]:
+        """For each of the shifts, the rows [g, pivots·m, m'] through which that window appears."""
+
+        def taps(shift: tuple[int, ...]) -> list[Sequence[int]]:
+            pairs = zip(self.axes, shift, strict=True)
+            return [(a.shifts[n],) if n else a.taps for a, n in pairs]
+
+        return [self._rows(kernel, taps(shift)) for shift in self.shifts]
 
     @staticmethod
     def _rows(kernel: Any, taps: Sequence[Sequence[int]]) -> Any:
@@ -215,7 +221,7 @@ class Plan:
 def eliminate(plan: Plan, right: Any, couplings: Mapping[tuple[int, ...], Any]) -> Any:
     """Solve h'[i] = right[i] - Σ_a T_a h'[i - a] for all windows i, in the plan's directions.
 
-    `right` is [N, n'…, g, m'], `couplings` {a: T_a [g, m', m']} with the a of `Plan.couplings`. All a
+    `right` is [N, n'…, g, m'], `couplings` {a: T_a [g, m', m']} with the a of `Plan.shifts`. All a
     have entries ≥ 0 and some entry > 0, so their sum is at least 1 and the windows with equal index
     sum t (over the axes that are not parallel) can be solved together: a wavefront of Σ(n'-1)+1 steps.
 
