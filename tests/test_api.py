@@ -36,7 +36,7 @@ def test_round_trip_with_vjp():
 
 
 def test_composition_is_the_chain_of_vijps():
-    """The paper's Eq. 6: layer by layer equals all at once."""
+    """The paper's Eq. 7: layer by layer equals all at once."""
     w1, w2 = general(6, 5), general(5, 4)
     x1 = layer(X, w1)
     whole = lambda x: layer(layer(x, w1), w2)

@@ -112,7 +112,7 @@ def test_3_fragmental_formula():
             value = h[i - p, c] - w[0, c, :c] @ found[i, :c]
             value -= sum(w[j, c] @ found[i - j] for j in range(1, k))
             found[i, c] = value / w[0, c, c]
-            # Eq. 13 as printed: h'_{i',c'} on the right, and only channels c ≥ c' of the other taps
+            # as printed in the text: h'_{i',c'} on the right, and only channels c ≥ c' of the other taps
             printed[i, c] = h[i - 1, c] - sum(
                 w[j, c1, c] * printed[i - j, c] for j in range(1, k) for c1 in range(c, m)
             )

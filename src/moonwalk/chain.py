@@ -2,7 +2,7 @@
 
     h₀ ──vijp₁──▶ h₁ ──vijp₂──▶ h₂ ── … ──▶ h_L        (J₁ is the first block's Jacobian)
 
-The chain rule for right inverses, (J_L ⋯ J₁)⁺ = J₁⁺ ⋯ J_L⁺ on the row space, is the paper's Eq. 6: it
+The chain rule for right inverses, (J_L ⋯ J₁)⁺ = J₁⁺ ⋯ J_L⁺ on the row space, is the paper's Eq. 7: it
 makes the composition of the blocks' vijps the vijp of the composition.
 """
 
