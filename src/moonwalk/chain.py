@@ -19,7 +19,7 @@ from jax import lax
 from . import compat, graph, partition, registry
 from .compat import JaxprEqn, Literal
 from .errors import NotSubmersiveError
-from .graph import Block, Graph
+from .graph import Block, Cutter, Graph
 from .registry import Alarm, Gain, Rule, Verdict
 
 
@@ -127,7 +127,7 @@ def combined(gains: Iterable[Gain]) -> Gain:
 def build(cut: Graph, fallback: Rule | None = None) -> Chain:
     """Give every block its rule, or raise `NotSubmersiveError` at the first that has none."""
     schedule: list[Link | JaxprEqn] = []
-    for item in _with_isometries_joined(cut):
+    for item in with_isometries_joined(cut.schedule, cut.cutter):
         if isinstance(item, Block):
             item = Link(item, *choose(item, fallback))
         schedule.append(item)
@@ -252,14 +252,16 @@ def _refuse_constant_outputs(cut: Graph) -> None:
 _COPYING = partition.MOVING | {lax.pad_p}
 
 
-def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:
+def with_isometries_joined(
+    schedule: Iterable[Block | JaxprEqn], cutter: Cutter
+) -> list[Block | JaxprEqn]:
     """Join a convolution declared isometric with the copying step that it needs before it.
 
     A circular convolution is a wrap-around copy, which repeats entries and is not submersive, and
     then a convolution; the declaration speaks of both together.
     """
     result: list[Block | JaxprEqn] = []
-    for item in cut.schedule:
+    for item in schedule:
         if isinstance(item, Block) and is_declared_isometric(item):
             while (
                 (before := _feeding(result, item)) is not None
@@ -267,7 +269,7 @@ def _with_isometries_joined(cut: Graph) -> list[Block | JaxprEqn]:
                 and not any(rule.verdict(before) for rule in registry.rules_for(before))
             ):
                 result.remove(before)
-                item = cut.cutter.join([before, item])
+                item = cutter.join([before, item])
         result.append(item)
     return result
 

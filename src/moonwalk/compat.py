@@ -6,6 +6,7 @@ JAX 0.11 merged `Jaxpr` with `ClosedJaxpr` and changed `scan`'s parameters; Pyth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -141,6 +142,21 @@ def source_context(eqn: JaxprEqn) -> Any:
     stack = _source.current_name_stack() + info.name_stack
     traceback = info.traceback if _frames(eqn) else _source.current().traceback
     return _source.user_context(traceback, name_stack=stack)
+
+
+# A checkpointed region is looked through like any call, but its equations remember it: in the name
+# stack, which survives every retracing.
+_CHECKPOINT = "moonwalk.checkpoint"
+
+
+def checkpoint_mark(eqn: JaxprEqn) -> Any:
+    """What is traced inside is marked if the equation is a `jax.checkpoint`."""
+    return jax.named_scope(_CHECKPOINT) if eqn.primitive is remat_p else contextlib.nullcontext()
+
+
+def in_checkpoint(eqn: JaxprEqn) -> bool:
+    """Whether the user wrapped the equation in `jax.checkpoint`."""
+    return _CHECKPOINT in str(eqn.source_info.name_stack)
 
 
 def label(eqn: JaxprEqn) -> str:

@@ -187,6 +187,7 @@ class CustomRule(Rule):
     """The author's rule."""
 
     name = "custom"
+    keeps_pullback = False
 
     def verdict(self, block: Block) -> Verdict:
         eqn = block.eqn

@@ -148,7 +148,7 @@ def build(
     - `declarations`, `names`: of the jaxpr's inputs, where something is known of them.
     """
     constants = fold_constants(jaxpr.eqns, consts or {})
-    eqns = _merge_padding(jaxpr.eqns, jaxpr.outvars, constants)
+    eqns = merge_padding(jaxpr.eqns, jaxpr.outvars, constants)
     outputs = tuple(dict.fromkeys(v for v in outputs if not isinstance(v, Literal)))
     active = active_variables(eqns, state, outputs)
     cutter = Cutter(
@@ -166,7 +166,7 @@ def build(
             schedule.append(cutter.block(group))
         else:
             schedule += group
-    return Graph(tuple(_close_forks(schedule, cutter)), tuple(state), outputs, cutter)
+    return Graph(tuple(close_forks(schedule, cutter)), tuple(state), outputs, cutter)
 
 
 class Cutter:
@@ -232,7 +232,11 @@ class Cutter:
         return self.block(eqns)
 
 
-def _close_forks(schedule: Sequence[Block | JaxprEqn], cutter: Cutter) -> list[Block | JaxprEqn]:
+def close_forks(
+    schedule: Sequence[Block | JaxprEqn],
+    cutter: Cutter,
+    stays_open: Callable[[Block], bool] = lambda block: False,
+) -> list[Block | JaxprEqn]:
     """Join a block that hands out more than it took in with what reads it, until it does not.
 
     max(x, 0) + expm1(min(x, 0)) forks x into two states that only the sum brings together again.
@@ -241,7 +245,7 @@ def _close_forks(schedule: Sequence[Block | JaxprEqn], cutter: Cutter) -> list[B
     i = 0
     while i < len(items):
         block = items[i]
-        if not isinstance(block, Block) or not _expands_by_forking(block):
+        if not isinstance(block, Block) or not _expands_by_forking(block) or stays_open(block):
             i += 1
             continue
         reached = set(block.outputs) | set(block.exports)
@@ -268,7 +272,7 @@ def _expands_by_forking(block: Block) -> bool:
     return n_out > n and len(block.outputs) > len(block.inputs)
 
 
-def _merge_padding(
+def merge_padding(
     eqns: Sequence[JaxprEqn], results: Sequence[Any], constants: Mapping[Any, np.ndarray]
 ) -> list[JaxprEqn]:
     """A zero pad that only a convolution reads is that convolution's padding.

@@ -79,6 +79,8 @@ class Rule:
     """One kind of block. Subclasses override what differs; instances hold nothing but options."""
 
     name: ClassVar[str]
+    # Whether what `linearize` keeps is itself the pullback h' ↦ h' J (the engine's Phase II needs one).
+    keeps_pullback: ClassVar[bool] = True
 
     def matches(self, block: Block) -> bool:
         """Whether the rule speaks of this block at all (asked of rules for regions)."""

@@ -67,7 +67,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
         if eqn.primitive in compat.CALLS:
-            with compat.source_context(eqn), eqn.ctx.manager:
+            with compat.source_context(eqn), eqn.ctx.manager, compat.checkpoint_mark(eqn):
                 outputs = evaluate(*compat.called_jaxpr(eqn), inputs, done)
         elif (key := _key(eqn, inputs)) is not None and key in done:
             outputs = done[key][1]

@@ -102,6 +102,7 @@ class OwnDerivative(Rule):
     """The vijp of the linear program that the function's own rule defines."""
 
     name = "own derivative"
+    keeps_pullback = False
 
     def verdict(self, block: Block) -> Verdict:
         tangents = _tangents(block)

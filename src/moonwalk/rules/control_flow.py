@@ -138,6 +138,7 @@ class Scan(Rule):
     """
 
     name = "scan"
+    keeps_pullback = False
 
     def verdict(self, block: Block) -> Verdict:
         body = _body(block)

@@ -1,0 +1,71 @@
+"""How exact a walk was: cotangents kept in Phase II against those swept in Phase III.
+
+Of every block that is walked through, 64 entries of the output's cotangent are kept: a strided slice,
+because a gather would keep the whole array alive. Their relative distance from the swept ones is within
+a factor of about 3 of the error of the whole array (docs/numerics.md §8).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from . import compat
+
+SAMPLES = 64
+
+
+class Certificate(NamedTuple):
+    """What a walk measured of itself.
+
+    - `error`: the largest sampled relative error of a swept cotangent over all blocks; 0 where nothing
+        was walked.
+    - `closure`: that error at the end of the last walk, where every earlier error has arrived.
+    """
+
+    error: Float[Array, ""]
+    closure: Float[Array, ""]
+
+
+def sample(h: Array) -> Array:
+    """At most 64 entries, spread over the array, as one strided slice."""
+    counts = _counts(h.shape)
+    strides = [max(1, n // c) for n, c in zip(h.shape, counts, strict=True)]
+    starts = [(n - 1 - s * (c - 1)) // 2 for n, s, c in zip(h.shape, strides, counts, strict=True)]
+    limits = [a + s * (c - 1) + 1 for a, s, c in zip(starts, strides, counts, strict=True)]
+    return lax.slice(h, starts, limits, strides).reshape(-1)
+
+
+def _counts(shape: tuple[int, ...]) -> list[int]:
+    """How many entries to take along each axis: as even as the sizes allow, 64 in all."""
+    counts = [1] * len(shape)
+    total = 1
+    while True:
+        able = [a for a, n in enumerate(shape) if 2 * counts[a] <= n]
+        if total * 2 > SAMPLES or not able:
+            return counts
+        axis = min(able, key=lambda a: counts[a])
+        counts[axis] *= 2
+        total *= 2
+
+
+def compare(swept: Array, kept: Array) -> Array:
+    """‖swept − kept‖ / ‖kept‖ over the sample, in at least float32."""
+    wide = compat.working_dtype(kept.dtype)
+    kept, swept = kept.astype(wide), swept.astype(wide)
+    # Scaled by the largest entry: with a loss scale, or far down a deep net, squares leave the range.
+    size = jnp.maximum(jnp.max(jnp.abs(kept), initial=0), jnp.finfo(wide).tiny)
+    difference = jnp.sqrt(jnp.sum(((swept - kept) / size) ** 2))
+    return difference / jnp.maximum(jnp.sqrt(jnp.sum((kept / size) ** 2)), 1e-3)
+
+
+def worst(errors: Any) -> Array:
+    """The largest of several errors; NaN counts as infinite."""
+    if not errors:
+        return jnp.zeros(())
+    wide = jnp.result_type(*errors)
+    stacked = jnp.stack([jnp.asarray(e, wide) for e in errors])
+    return jnp.max(jnp.where(jnp.isnan(stacked), jnp.inf, stacked))

@@ -1,0 +1,716 @@
+"""Blocks become segments: what is walked, where anchors stand, what is stored or recomputed.
+
+The decisions, in this order:
+
+1. *Sources* (`plan_walk`): if a stretch of nodes were walked, where would Phase III take each cotangent
+   from? By vijp where a rule serves the node and its gain is known; from the kept copies at a fork; from
+   an anchor elsewhere, and wherever the product of gains since the last exact cotangent exceeds
+   tolerance / eps.
+2. *Segments* (`_segments`): walking a node costs what ∂y/∂x needs and its anchor, storing it costs all
+   its residuals, recomputing a stretch costs the state at its start, once, and all its residuals while it
+   is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few limits
+   on what a recomputed stretch may take.
+3. *Scans* (`_plan_scan`): the body is planned like a network, with anchors every K layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import scans, trunk
+from .methods import Moonwalk
+from .registry import Gain
+from .residuals import Residual, nbytes
+from .scans import ScanStep
+from .segments import Plain, live_bytes
+from .trunk import Fork, Node, Trunk
+from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, _restricted
+
+Segment = Walk | Plain
+Values = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How much relative error has grown since the last exact cotangent."""
+
+    product: float = 1.0
+    mixes: bool = False
+
+    @property
+    def factor(self) -> float:
+        """Diagonal factors count once something has mixed (docs/numerics.md §1)."""
+        return self.product if self.mixes or math.isinf(self.product) else 1.0
+
+    def times(self, gain: Gain) -> Growth:
+        return Growth(self.product * gain.factor, self.mixes or gain.mixes)
+
+    @staticmethod
+    def worst(several: Iterable[Growth]) -> Growth:
+        several = list(several)
+        if not several:
+            return Growth()
+        return Growth(max(g.product for g in several), any(g.mixes for g in several))
+
+
+@dataclass
+class Options:
+    """A method's settings for one network."""
+
+    limit: float  # how far error may grow between exact cotangents
+    anchor_every: int | None = None
+    certify: bool = False
+    hints: dict[str, int] = field(default_factory=dict)
+
+
+# --- sources ----------------------------------------------------------------------------------------
+
+
+def plan_walk(
+    cut: Trunk,
+    start: int,
+    stop: int,
+    options: Options,
+    *,
+    wanted: Iterable[Any] = (),
+    given: Iterable[Any] = (),
+    values: Values | None = None,
+) -> tuple[Walk, dict[Any, Growth]]:
+    """A walk over the nodes [start, stop), with as few anchors as the gains allow.
+
+    `wanted`: outputs whose cotangents Phase III must bring (a scan's carry). `given`: outputs whose
+    cotangents are known to it. `values`: the operands' values, where gains are to be measured.
+    """
+    nodes = cut.nodes[start:stop]
+    planner = _Sources(cut, nodes, options, set(wanted), frozenset(given), values)
+    growth = planner.settle()
+    walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
+    return walk, growth
+
+
+class _Sources:
+    def __init__(
+        self,
+        cut: Trunk,
+        nodes: Sequence[Node],
+        options: Options,
+        wanted: set[Any],
+        given: frozenset[Any],
+        values: Values | None,
+    ):
+        self.cut, self.nodes, self.options = cut, nodes, options
+        self.wanted_out, self.given, self.values = wanted, given, values
+        self.reader = {v: i for i, n in enumerate(nodes) for v in n.block.inputs}
+        self.maker = {v: i for i, n in enumerate(nodes) for v in n.block.outputs}
+        self.forced: dict[int, str] = {}
+        self.through = [self._through(n) for n in nodes]
+        self.scan_steps: dict[int, ScanStep | str] = {}
+        self.gains = [self._gain(i) for i in range(len(nodes))]
+
+    def _through(self, node: Node) -> tuple[Any, ...]:
+        """The inputs by which a walk goes through a node.
+
+        A sum takes its cotangent from any one summand: best from a copy that a fork kept, which is
+        exact. What a stem adds has no cotangent of its own in the sweep.
+        """
+        inputs = node.block.inputs
+        if len(inputs) < 2 or node.rule is None:
+            return inputs
+        from_fork = [v for v in inputs if v in self.maker and self.nodes[self.maker[v]].is_fork]
+        if [e.primitive for e in node.block.eqns] in ([lax.add_p], [lax.sub_p]):
+            choice = from_fork[-1:] or [v for v in inputs if not self._is_stem(v)][:1]
+            if choice and trunk.find_rule(_restricted(node.block, choice))[0] is not None:
+                return tuple(choice)
+        walked = tuple(v for v in inputs if not self._is_stem(v))
+        return walked if walked else inputs
+
+    def _is_stem(self, v: Any) -> bool:
+        return v in self.maker and not self.nodes[self.maker[v]].block.inputs
+
+    def _gain(self, i: int) -> Gain | None:
+        """The gain of a node's vijp; None where it has none."""
+        node = self.nodes[i]
+        if node.is_fork or node.is_aside or not (node.block.inputs or node.is_scan):
+            return None
+        if node.is_scan:
+            return self._scan_gain(i)
+        block = _restricted(node.block, self.through[i])
+        rule = node.rule
+        if block is not node.block:
+            rule, _ = trunk.find_rule(block)
+        if rule is None:
+            return None
+        operands = None
+        if self.values is not None and all(v in self.values for v in block.operands):
+            operands = [self.values[v] for v in block.operands]
+        try:
+            return rule.gain(block, operands)
+        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError):
+            return rule.gain(block)
+
+    def _scan_gain(self, i: int) -> Gain | None:
+        step = _plan_scan(self.nodes[i], self.cut, self.options, self.values)
+        self.scan_steps[i] = step
+        return step.gain if isinstance(step, ScanStep) else None
+
+    # -- backward: who needs which cotangent -------------------------------------------------------
+    def _decide(self) -> None:
+        wanted = set(self.wanted_out)
+        self.source = ["none"] * len(self.nodes)
+        self.kept_copies: dict[int, tuple[tuple[int, ...], tuple[int, ...], int | None]] = {}
+        for i in reversed(range(len(self.nodes))):
+            node = self.nodes[i]
+            outputs = node.block.outputs
+            if node.is_aside:
+                continue
+            if node.is_fork:
+                self._decide_fork(i, wanted)
+                continue
+            is_stem = not node.block.inputs and not isinstance(self.scan_steps.get(i), ScanStep)
+            needed = any(v in wanted for v in outputs) or (bool(node.weights) and not is_stem)
+            if not needed:
+                continue
+            if all(v in self.given for v in outputs):
+                self.source[i] = "given"
+            elif self.gains[i] is None or i in self.forced or is_stem:
+                self.source[i] = "anchor"
+            elif self.gains[i].factor > self.options.limit and self.options.anchor_every is None:
+                self.forced[i] = _too_large(self.gains[i].factor)
+                self.source[i] = "anchor"
+            elif isinstance(self.scan_steps.get(i), ScanStep):
+                self.source[i] = "vijp"
+                wanted.update(node.block.inputs)
+            else:
+                self.source[i] = "vijp"
+                wanted.update(self.through[i])
+            # a scan is walked even where its output's cotangent is not recovered by it
+            if self.source[i] == "anchor" and isinstance(self.scan_steps.get(i), ScanStep):
+                wanted.update(node.block.inputs)
+
+    def _decide_fork(self, i: int, wanted: set[Any]) -> None:
+        (v,), copies = self.nodes[i].block.inputs, self.nodes[i].block.outputs
+        known = tuple(k for k, c in enumerate(copies) if c in self.given)
+        needed = [k for k, c in enumerate(copies) if c in wanted and k not in known]
+        rest = [k for k in range(len(copies)) if k not in needed and k not in known]
+        if not needed:
+            self.kept_copies[i] = ((), known, None)
+        elif rest:
+            self.kept_copies[i] = (tuple(needed), known, None)
+        else:
+            # The way that is read first is the long one; what is kept stands exact at the join.
+            difference = min(needed, key=lambda k: self.reader.get(copies[k], math.inf))
+            self.kept_copies[i] = (tuple(k for k in needed if k != difference), known, difference)
+            wanted.add(v)
+
+    # -- forward: how error grows --------------------------------------------------------------------
+    def settle(self) -> dict[Any, Growth]:
+        """Decide, and place anchors until error stays within the limit."""
+        if self.options.anchor_every is not None:
+            self._regular_anchors(self.options.anchor_every)
+        while True:
+            self._decide()
+            grown, violated = self._grow()
+            if violated is None:
+                return grown
+            self.forced[violated] = "error would exceed the tolerance"
+
+    def _regular_anchors(self, every: int) -> None:
+        count = 0
+        for i, node in enumerate(self.nodes):
+            following = next((n for n in self.nodes[i + 1 :] if not n.is_aside), None)
+            count += node.is_heavy and not node.is_scan and bool(node.block.inputs)
+            if count >= every and following is not None and following.is_heavy:
+                self.forced[i] = f"anchor_every={every}"
+                count = 0
+
+    def _grow(self) -> tuple[dict[Any, Growth], int | None]:
+        growth: dict[Any, Growth] = {}
+        limited = self.options.anchor_every is None
+        for i, node in enumerate(self.nodes):
+            outputs = node.block.outputs
+            if node.is_fork:
+                (v,), (kept, _, difference) = node.block.inputs, self.kept_copies[i]
+                for k, copy in enumerate(outputs):
+                    growth[copy] = growth.get(v, Growth()) if k == difference else Growth()
+                continue
+            if self.source[i] != "vijp":
+                growth.update((v, Growth()) for v in outputs)
+                continue
+            arriving = Growth.worst(growth.get(v, Growth()) for v in self.through[i])
+            gain = self.gains[i]
+            assert gain is not None
+            step = self.scan_steps.get(i)
+            if isinstance(step, ScanStep):
+                leaving = self._through_scan(step, arriving, gain)
+            else:
+                leaving = arriving.times(gain)
+                if limited and leaving.factor > self.options.limit:
+                    return growth, self._cheapest(i, growth)
+            growth.update((v, leaving) for v in outputs)
+        return growth, None
+
+    def _cheapest(self, violated: int, growth: dict[Any, Growth]) -> int:
+        """Where to anchor so that node `violated` stays exact: the smallest state on the way, late."""
+        best, i = violated, violated
+        size = nbytes(*(v.aval for v in self.nodes[violated].block.outputs))
+        while True:
+            before = [self.maker.get(v) for v in self.through[i]]
+            if len(before) != 1 or before[0] is None:
+                return best
+            i = before[0]
+            if self.source[i] != "vijp" or self.nodes[i].is_scan:
+                return best
+            here = nbytes(*(v.aval for v in self.nodes[i].block.outputs))
+            if 2 * here <= size:  # clearly smaller, or not worth an earlier anchor
+                best, size = i, here
+
+    def _through_scan(self, step: ScanStep, arriving: Growth, layer: Gain) -> Growth:
+        """Choose the scan's period; returns the growth at its end."""
+        if self.options.anchor_every is not None:
+            every = self.options.anchor_every
+            step.period = every if every < step.length else None
+            return Growth() if step.period else arriving
+        step.period = period_for(layer, arriving, step.length, self.options.limit)
+        if step.period is None:
+            return Growth(arriving.product * _power(layer.factor, step.length), layer.mixes or arriving.mixes)
+        rest = step.length % step.period or step.period
+        return Growth(_power(layer.factor, rest), layer.mixes)
+
+    # -- the steps ----------------------------------------------------------------------------------
+    def steps(self) -> list[Step]:
+        read = {v for n in self.nodes for v in n.block.operands}
+        result: list[Step] = []
+        for i, node in enumerate(self.nodes):
+            if node.is_aside:
+                aside = AsideStep(node, self.cut, "none", reason="no derivative")
+                aside.again = any(v in read for v in node.block.exports)
+                result.append(aside)
+            elif node.is_fork:
+                fork = ForkStep(node, self.cut, "none", reason="a state with several readers")
+                fork.kept_copies, fork.given, fork.difference = self.kept_copies[i]
+                result.append(fork)
+            elif isinstance(self.scan_steps.get(i), ScanStep):
+                step = self.scan_steps[i]
+                assert isinstance(step, ScanStep)
+                step.source = "none" if self.source[i] == "none" else "vijp"
+                step.wants_ys = any(
+                    v in read or v in self.reader for v in step.eqn.outvars[step.body.num_carry :]
+                )
+                result.append(step)
+            else:
+                reason = self._reason(i)
+                through = self.through[i] if self.source[i] == "vijp" else ()
+                if self.source[i] == "vijp" and through != node.block.inputs:
+                    rule, verdict = trunk.find_rule(_restricted(node.block, through))
+                    node = Node(node.block, node.weights, rule, verdict, node.checkpointed)
+                gain = self.gains[i] or Gain(1.0, mixes=False)
+                result.append(
+                    BlockStep(node, self.cut, self.source[i], through, reason, gain)
+                )
+        return result
+
+    def _reason(self, i: int) -> str:
+        node, source = self.nodes[i], self.source[i]
+        if source == "vijp":
+            return node.verdict.reason
+        if source == "none":
+            return "no weight needs its cotangent"
+        if source == "given":
+            return "its cotangent is known"
+        if not node.block.inputs:
+            return "stem: its output's cotangent seeds the sweep"
+        if i in self.forced:
+            return self.forced[i]
+        if isinstance(self.scan_steps.get(i), str):
+            return str(self.scan_steps[i])
+        return node.verdict.reason
+
+
+def _too_large(factor: float) -> str:
+    if math.isinf(factor):
+        return (
+            "its gain is not bounded while tracing: declare the weight's structure, or plan with "
+            "concrete arguments"
+        )
+    return f"gain {factor:.3g} alone exceeds the tolerance"
+
+
+def _power(factor: float, exponent: int) -> float:
+    try:
+        return factor**exponent
+    except OverflowError:
+        return math.inf
+
+
+def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int | None:
+    """The longest uniform distance between anchors, preferring one that divides the length."""
+    grown = Growth(arriving.product * _power(layer.factor, length), layer.mixes or arriving.mixes)
+    if grown.factor <= limit:
+        return None
+    if layer.factor <= 1:
+        return length
+    longest = max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9)))
+    divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
+    return divisor if 2 * divisor > longest else longest
+
+
+# --- scans ------------------------------------------------------------------------------------------
+
+
+def _plan_scan(node: Node, cut: Trunk, options: Options, values: Values | None) -> ScanStep | str:
+    """A scan as a step of a walk, or the reason why it cannot be one."""
+    if any(e.effects for e in _inner_equations(node)):
+        for e in _inner_equations(node):
+            if e.effects and e.outvars:
+                return "it calls back to the host and reads the answer, which must happen once"
+    body = scans.open_body(node, cut.fixed)
+    if isinstance(body, str):
+        return body
+    if not body.active:
+        return "no carry takes part in the derivative"
+    carry_out, ys = body.outputs
+    measured = _layer_values(node, body, values)
+    inner = Options(options.limit, None, options.certify)
+    walk, growth = plan_walk(
+        body.trunk, 0, len(body.trunk.nodes), inner, wanted=carry_out, given=ys, values=measured
+    )
+    leaving = [growth[v] for v in carry_out if v in growth]
+    layer = Growth.worst(leaving)
+    step = ScanStep(
+        node,
+        cut,
+        "vijp",
+        node.block.inputs,
+        f"{node.block.eqns[0].params['length']} layers",
+        Gain(layer.product, layer.mixes),
+        body=body,
+        walk=walk,
+        certify=options.certify,
+    )
+    step.hoisted = _is_worth_hoisting(step)
+    return step
+
+
+def _inner_equations(node: Node) -> list[Any]:
+    from . import compat
+
+    inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
+    return list(inner.eqns)
+
+
+def _layer_values(node: Node, body: scans.Body, values: Values | None) -> Values | None:
+    """Operands of the body, stacked over layers on their first axis, where they are known."""
+    del node, body, values
+    return None
+
+
+def _is_worth_hoisting(step: ScanStep) -> bool:
+    """Whether the body's weight side is more than moving entries about, and depends on weights alone."""
+    side = step.weight_side
+    if side.is_trivial:
+        return False
+    data = {v for e in step.body.trunk.data_side for v in e.outvars}
+    known = {*step.body.jaxpr.constvars, *(step.body.jaxpr.invars[i] for i in step.body.weights)}
+    made = {v for e in side.eqns for v in e.outvars}
+    for e in side.eqns:
+        for v in e.invars:
+            if hasattr(v, "val"):
+                continue
+            if v in data or (v not in made and v not in known):
+                return False
+    return any(trunk.is_heavy(e) or scans._costly_inside(e) for e in side.eqns)
+
+
+# --- segments -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class NodeCost:
+    """Bytes of one node: what ∂y/∂x needs, and what ∂y/∂θ needs besides."""
+
+    m_x: int
+    m_theta: int
+    period: int | None = None  # of a scan that is cheaper as a scan of checkpointed scans
+    transient: int = 0  # of such a scan: the residuals of one period
+    carries: int = 0  # and the carries that it keeps
+
+    @property
+    def backprop(self) -> int:
+        """Everything that reverse mode keeps."""
+        return self.m_x + self.m_theta
+
+    @property
+    def full(self) -> int:
+        """What differentiating the node by itself takes, at its best."""
+        return self.backprop if self.period is None else self.carries + self.transient
+
+
+def node_costs(cut: Trunk) -> list[NodeCost]:
+    """M_x and M_θ of every node, by tracing its pullbacks."""
+    memory: dict[Any, NodeCost] = {}
+    result = []
+    for node in cut.nodes:
+        key = _signature(node, cut)
+        if key is None or key not in memory:
+            cost = _node_cost(node, cut)
+            if key is not None:
+                memory[key] = cost
+        else:
+            cost = memory[key]
+        result.append(cost)
+    return result
+
+
+def _signature(node: Node, cut: Trunk) -> Any:
+    """What makes two nodes cost the same: equal equations between equal types."""
+    numbers: dict[Any, int] = {}
+    rows = []
+    block = node.block
+    for v in (*block.inputs, *block.operands):
+        numbers[v] = len(numbers)
+    for e in block.eqns:
+        atoms = []
+        for v in e.invars:
+            if hasattr(v, "val"):
+                atoms.append(("literal", str(v.aval), str(v.val)))
+            else:
+                atoms.append((numbers.setdefault(v, len(numbers)), str(v.aval)))
+        for v in e.outvars:
+            numbers.setdefault(v, len(numbers))
+        params = tuple(sorted((k, v) for k, v in e.params.items()))
+        rows.append((e.primitive, tuple(atoms), params))
+    flags = tuple(cut.kinds(block.operands))
+    wanted = tuple(v in node.weights for v in block.operands)
+    outputs = tuple(numbers.get(v) for v in (*block.outputs, *block.exports))
+    key = (type(block), tuple(rows), flags, wanted, outputs, tuple(str(v.aval) for v in block.inputs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _node_cost(node: Node, cut: Trunk) -> NodeCost:
+    block = node.block
+    if node.is_aside or node.is_fork:
+        return NodeCost(0, 0)
+    x, operands = block.structs()
+    kinds = cut.kinds(block.operands)
+    places = [block.operands.index(v) for v in node.weights]
+
+    def wrt_x(x: Any, operands: Any) -> Any:
+        y, pullback = jax.vjp(lambda *x: block(x, operands), *x)
+        return y, pullback
+
+    def wrt_all(x: Any, operands: Any) -> Any:
+        def run(x: Any, weights: Any) -> Any:
+            values = list(operands)
+            for place, w in zip(places, weights, strict=True):
+                values[place] = w
+            return block(x, values)
+
+        return jax.vjp(run, list(x), [operands[p] for p in places])
+
+    whole = Residual(wrt_all, x, operands, kinds).leaf_bytes
+    m_x = Residual(wrt_x, x, operands, kinds).leaf_bytes if x else 0
+    cost = NodeCost(min(m_x, whole), max(0, whole - m_x))
+    if node.is_scan:
+        _checkpoint_cost(node, cost)
+    return cost
+
+
+def _checkpoint_cost(node: Node, cost: NodeCost) -> None:
+    """The period at which a scan of checkpointed scans keeps least."""
+    from . import compat
+
+    (eqn,) = node.block.eqns
+    length = eqn.params["length"]
+    num_consts, num_carry = compat.scan_counts(eqn)
+    carry = nbytes(*(v.aval for v in eqn.invars[num_consts : num_consts + num_carry]))
+    layer = cost.backprop / max(1, length)
+    best = cost.backprop
+    for k in (k for k in range(1, length + 1) if length % k == 0):
+        kept, transient = carry * (length // k), int(layer * k)
+        if kept + transient < best:
+            best = kept + transient
+            cost.period, cost.carries, cost.transient = k, kept, transient
+
+
+@dataclass
+class Choice:
+    """A way to cut the trunk into segments, and what it keeps."""
+
+    segments: list[Segment]
+    kept: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.transient
+
+
+def choose_segments(
+    cut: Trunk, options: Options, costs: Sequence[NodeCost], values: Values | None
+) -> Choice:
+    """The cheapest of: the dynamic program with walks, and without."""
+    live = live_bytes(cut)
+    n = len(cut.nodes)
+    walk, _ = plan_walk(cut, 0, n, options, values=values) if n else (None, None)
+    walked = [s.kept_bytes + s.memo_bytes for s in walk.steps] if walk else []
+    best: Choice | None = None
+    for allowed in (True, False):
+        for limit in _transients(cut, costs):
+            pieces = _segments(cut, costs, live, walked if allowed else None, limit)
+            if pieces is None:
+                continue
+            estimate = pieces[0]
+            if best is not None and estimate >= best.total:
+                continue
+            choice = _realise(cut, pieces[1], costs, options, values)
+            if best is None or choice.total < best.total:
+                best = choice
+    assert best is not None
+    return best
+
+
+def _transients(cut: Trunk, costs: Sequence[NodeCost]) -> list[int]:
+    """Limits to try on what a recomputed stretch may take."""
+    del cut
+    kept = sorted({c.full for c in costs if c.full})
+    total = sum(c.full for c in costs)
+    limits = {0, total, *kept[:: max(1, len(kept) // 8)], *kept[-1:]}
+    limit = float(kept[-1]) if kept else 0.0
+    while kept and limit < total:
+        limits.add(int(limit))
+        limit *= 1.5
+    return sorted(limits)
+
+
+def _segments(
+    cut: Trunk,
+    costs: Sequence[NodeCost],
+    live: Sequence[int],
+    walked: Sequence[int] | None,
+    limit: int,
+) -> tuple[int, list[tuple[str, int, int]]] | None:
+    """Dynamic program: (bytes, pieces (kind, start, stop))."""
+    n = len(costs)
+    store = [c.full for c in costs]
+    infinite = math.inf
+    must_recompute = [node.checkpointed for node in cut.nodes]
+    best = [infinite] * (n + 1)  # least bytes for the nodes before
+    best[0] = 0
+    walking = [infinite] * (n + 1)  # the same, inside a walk
+    walk_start = [0] * (n + 1)
+    back: list[tuple[str, int] | None] = [None] * (n + 1)
+    prefix = [0, *np.cumsum([c.full for c in costs]).tolist()]
+    narrow = [
+        i
+        for i in range(n + 1)
+        if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
+    ]
+    starts = set(narrow)
+    window: list[int] = [0]
+    for j in range(1, n + 1):
+        i = j - 1
+        # store one node
+        if not must_recompute[i] and best[i] + store[i] < best[j]:
+            best[j], back[j] = best[i] + store[i], ("store", i)
+        # walk it, going on or starting here
+        if walked is not None:
+            fresh = best[i] + (live[i] if i else 0)
+            if fresh < walking[i]:
+                walking_here, start = fresh, i
+            else:
+                walking_here, start = walking[i], walk_start[i]
+            walking[j], walk_start[j] = walking_here + walked[i], start
+            if walking[j] < best[j]:
+                best[j], back[j] = walking[j], ("walk", start)
+        # recompute a stretch that ends here
+        while window and prefix[j] - prefix[window[0]] > limit:
+            window.pop(0)
+        for s in window:
+            cost = best[s] + (live[s] if s else 0)
+            if cost < best[j]:
+                best[j], back[j] = cost, ("recompute", s)
+        if j in starts:
+            window.append(j)
+    if math.isinf(best[n]):
+        return None
+    pieces: list[tuple[str, int, int]] = []
+    j = n
+    while j:
+        step = back[j]
+        assert step is not None
+        kind, i = step
+        pieces.append((kind, i, j))
+        j = i
+    pieces.reverse()
+    merged: list[tuple[str, int, int]] = []
+    for kind, i, j in pieces:
+        if merged and kind == "store" == merged[-1][0]:
+            merged[-1] = (kind, merged[-1][1], j)
+        else:
+            merged.append((kind, i, j))
+    spent = max(
+        (prefix[j] - prefix[i] for kind, i, j in merged if kind == "recompute"), default=0
+    )
+    return int(best[n] + spent), merged
+
+
+def _realise(
+    cut: Trunk,
+    pieces: Sequence[tuple[str, int, int]],
+    costs: Sequence[NodeCost],
+    options: Options,
+    values: Values | None,
+) -> Choice:
+    """Segments with their true sizes."""
+    segments: list[Segment] = []
+    kept = transient = 0
+    live = live_bytes(cut)
+    for kind, i, j in pieces:
+        if kind == "walk":
+            walk, _ = plan_walk(cut, i, j, options, values=values)
+            segments.append(walk)
+            kept += walk.kept_bytes + (live[i] if i else 0)
+        else:
+            periods = {k: c.period for k, c in enumerate(costs) if i <= k < j and c.period}
+            plain = Plain(cut, i, j, periods)
+            segments.append(plain)
+            kept += plain.kept_bytes
+            inner = max((costs[k].transient for k in periods), default=0)
+            transient = max(transient, plain.transient_bytes + inner)
+    return Choice(segments, kept, transient)
+
+
+def default_tolerance(dtype: Any) -> float:
+    """1e-11 in float64, 1e-4 in float32, 1e-2 in half precision."""
+    bits = jnp.finfo(dtype).bits
+    return {64: 1e-11, 32: 1e-4}.get(bits, 1e-2)
+
+
+def state_dtype(cut: Trunk) -> Any:
+    """The least precise dtype that cotangents of the trunk have."""
+    dtypes = {v.aval.dtype for n in cut.nodes for v in n.block.outputs if v.aval.size > 1}
+    found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    return max(found, key=lambda d: float(jnp.finfo(d).eps), default=jnp.dtype(jnp.float32))
+
+
+def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, float]:
+    """A method's settings on this network, and its tolerance."""
+    dtype = state_dtype(cut)
+    tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
+    limit = max(1.0, tolerance / float(jnp.finfo(dtype).eps))
+    return Options(limit, method.anchor_every, certify), tolerance
+
+
+__all__ = ["Choice", "Fork", "Options", "choose_segments", "node_costs", "options_for", "plan_walk"]

@@ -1,0 +1,77 @@
+"""The two sides of a trunk: weights and data, evaluated for the phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import compat, graph
+from .residuals import needed
+from .trunk import Trunk
+
+
+class WeightSide:
+    """From parameters to the operands of the trunk's nodes, and back."""
+
+    def __init__(self, trunk: Trunk, parameters: Sequence[Any], also: Sequence[Any] = ()):
+        """`also`: further variables of the weight side that somebody reads (auxiliary outputs)."""
+        self.parameters = tuple(parameters)
+        self.wanted = trunk.wanted_weights
+        made = {v for e in trunk.weight_side for v in e.outvars}
+        read = [v for n in trunk.nodes for v in n.block.operands if v in made]
+        self.eqns = needed(trunk.weight_side, [*read, *also])
+        self.is_trivial = not any(v in made for v in self.wanted)
+        self.silent = [e for e in trunk.weight_side if e.effects and not e.outvars]
+        self.loud = needed(trunk.weight_side, [v for e in self.silent for v in e.invars if _is_var(v)])
+
+    def run(self, env: dict[Any, Any], *, effects: bool = False) -> None:
+        """Evaluate into `env`, which holds parameters and data. `effects`: print and call back, too."""
+        graph.run(self.eqns, env)
+        if effects and self.silent:
+            graph.run([*(e for e in self.loud if e.outvars[0] not in env), *self.silent], env)
+
+    def values(self, *parameters: Any, others: dict[Any, Any] | None = None) -> list[Any]:
+        """The wanted operands as a function of the parameters."""
+        env = dict(others or {})
+        env.update(zip(self.parameters, parameters, strict=True))
+        graph.run(self.eqns, env)
+        return [env[v] for v in self.wanted]
+
+    def complete(self, env: dict[Any, Any], found: dict[Any, Any]) -> list[Any]:
+        """Gradients of all wanted operands, zeros where there are none."""
+        return [found[v] if v in found else jnp.zeros_like(env[v]) for v in self.wanted]
+
+    def pull(self, env: dict[Any, Any], found: dict[Any, Any]) -> list[Any]:
+        """Gradients of the parameters from those of the operands."""
+        if self.is_trivial:
+            return [found[v] if v in found else jnp.zeros_like(env[v]) for v in self.parameters]
+        _, pullback = jax.vjp(
+            lambda *p: self.values(*p, others=env), *(env[v] for v in self.parameters)
+        )
+        return list(pullback(self.complete(env, found)))
+
+
+class DataSide:
+    """What depends on no parameter."""
+
+    def __init__(self, trunk: Trunk, also: Sequence[Any] = ()):
+        made = {v for e in trunk.data_side for v in e.outvars}
+        read = [v for n in trunk.nodes for v in (*n.block.operands, *n.block.inputs) if v in made]
+        read += [v for e in trunk.weight_side for v in e.invars if _is_var(v)]
+        self.silent = [e for e in trunk.data_side if e.effects and not e.outvars]
+        self.loud = needed(trunk.data_side, [v for e in self.silent for v in e.invars if _is_var(v)])
+        effects = [v for e in trunk.data_side if e.effects for v in e.outvars]
+        self.eqns = needed(trunk.data_side, [*(v for v in read if v in made), *also, *effects])
+
+    def run(self, env: dict[Any, Any], *, effects: bool = False) -> None:
+        """Evaluate into `env`, which holds the data. `effects`: print and call back, too."""
+        graph.run(self.eqns, env)
+        if effects and self.silent:
+            graph.run([*(e for e in self.loud if e.outvars[0] not in env), *self.silent], env)
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, compat.Literal)

@@ -1,0 +1,492 @@
+"""A loss becomes a weight side, a data side and a trunk of nodes.
+
+- The *weight side* depends on parameters only (constraints, stacking, casts). Its pullback turns the
+  gradients of the trunk's operands into gradients of the parameters, once, at the end.
+- The *data side* depends on no parameter.
+- The *trunk* depends on both. It is cut into *nodes*, each a block with one state in and one out.
+
+The partition of `graph` keeps all uses of a variable in one block, because the vijp of a whole function
+needs that. Here a block that no rule serves is opened: a variable that several nodes read is split by a
+`Fork`, whose outputs are copies of it. Then every variable has exactly one reader, and its cotangent is
+what that reader says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax import lax
+
+from . import chain, compat, graph
+from .compat import JaxprEqn, Literal
+from .declare import Declaration, propagate
+from .errors import NotSubmersiveError
+from .facts import fold_constants, propagate_names
+from .graph import Block, Cutter
+from .partition import MOVING, POINTWISE, active_variables, partition
+from .registry import Rule, Verdict
+
+
+class Copy:
+    """A variable made by a fork: one of several copies of another."""
+
+    def __init__(self, source: Any):
+        self.aval = source.aval
+
+
+@dataclass(frozen=True, eq=False)
+class Fork(Block):
+    """One state in, several copies of it out. Its pullback is the sum."""
+
+    def values(self, wanted: Sequence[Any], x: Sequence[Any], operands: Sequence[Any]) -> tuple:
+        del operands
+        return tuple(x[0] for _ in wanted)
+
+    @property
+    def eqn(self) -> JaxprEqn:
+        raise AttributeError("a fork has no equation")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Node:
+    """A block of the trunk, the operands whose gradient is wanted, and its rule if there is one."""
+
+    block: Block
+    weights: tuple[Any, ...]
+    rule: Rule | None
+    verdict: Verdict
+    checkpointed: bool = False  # stands in a region that the user wrapped in jax.checkpoint
+
+    @property
+    def is_fork(self) -> bool:
+        return isinstance(self.block, Fork)
+
+    @property
+    def is_aside(self) -> bool:
+        """Values that depend on the state but carry no derivative."""
+        return not self.block.outputs
+
+    @property
+    def is_scan(self) -> bool:
+        return len(self.block.eqns) == 1 and self.block.eqns[0].primitive is lax.scan_p
+
+    @cached_property
+    def is_heavy(self) -> bool:
+        """Whether it does work worth a barrier of its own."""
+        return any(is_heavy(e) for e in self.block.eqns)
+
+    @cached_property
+    def effects(self) -> bool:
+        return any(e.effects for e in self.block.eqns)
+
+    def describe(self) -> str:
+        """'dot_general f32[8,3] -> f32[8,4]'."""
+        if self.is_fork:
+            return f"fork {graph.type_of(self.block.inputs[0])} ×{len(self.block.outputs)}"
+        names = [e.primitive.name for e in self.block.eqns if e.primitive not in _LAYOUT]
+        names = list(dict.fromkeys(names or [e.primitive.name for e in self.block.eqns]))
+        shown = "+".join(names[:3]) + ("+…" if len(names) > 3 else "")
+        arrow = " -> ".join(
+            chain.describe_types(v) for v in (self.block.inputs, self.block.outputs or self.block.exports)
+        )
+        return f"{shown} {arrow}"
+
+
+_LAYOUT = MOVING | {lax.convert_element_type_p}
+_LIGHT = POINTWISE | MOVING | {lax.iota_p, lax.reduce_sum_p, lax.reduce_max_p, lax.pad_p, lax.argmax_p}
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Products, convolutions, loops and calls: where the time goes."""
+    own = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
+    if eqn.primitive in own:
+        inner, _ = compat.called_jaxpr(eqn)
+        return any(is_heavy(e) for e in inner.eqns)
+    if eqn.primitive in compat.CALLS:
+        inner, _ = compat.called_jaxpr(eqn)
+        return any(is_heavy(e) for e in inner.eqns)
+    return eqn.primitive in _HEAVY or eqn.primitive.name in _HEAVY_NAMES
+
+
+_HEAVY = {lax.dot_general_p, lax.conv_general_dilated_p, lax.scan_p, lax.while_p, lax.cond_p}
+_HEAVY_NAMES = {"custom_vijp_call", "shard_map", "ragged_dot_general", "fft"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trunk:
+    """Sides and nodes of one flat jaxpr."""
+
+    nodes: tuple[Node, ...]
+    weight_side: tuple[JaxprEqn, ...]
+    data_side: tuple[JaxprEqn, ...]
+    state: tuple[Any, ...]
+    outputs: tuple[Any, ...]  # of the nodes; one per wanted output, copies where a value is shared
+    fixed: frozenset[Any]  # variables that every phase can read: weights, data and their sides
+    weights: frozenset[Any]  # of these, the ones a derivative flows from
+    on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
+    results: frozenset[Any]  # what the jaxpr returns
+
+    def kinds(self, variables: Iterable[Any]) -> list[str]:
+        """Of each operand: "weight", "data", or "moving" where only a forward pass has it."""
+        return [
+            "moving" if v not in self.fixed else "weight" if v in self.on_weights else "data"
+            for v in variables
+        ]
+
+    @cached_property
+    def wanted_weights(self) -> tuple[Any, ...]:
+        """Operands of the nodes whose gradients the phases hand out."""
+        return tuple(dict.fromkeys(v for n in self.nodes for v in n.weights))
+
+    @cached_property
+    def last_read(self) -> dict[Any, int]:
+        """The last node that reads a variable."""
+        last: dict[Any, int] = {}
+        for i, node in enumerate(self.nodes):
+            for v in (*node.block.inputs, *node.block.operands):
+                last[v] = i
+        last.update((v, len(self.nodes)) for v in self.outputs)
+        return last
+
+
+def build(
+    jaxpr: Any,
+    *,
+    state: Sequence[Any],
+    weights: Sequence[Any],
+    outputs: Sequence[Any],
+    volatile: Sequence[Any] = (),
+    constants: Iterable[Any] = (),
+    consts: Mapping[Any, Any] | None = None,
+    declarations: Mapping[Any, Declaration] | None = None,
+    names: Mapping[Any, str] | None = None,
+) -> Trunk:
+    """Sort a flat jaxpr's equations, cut its trunk and find the rules.
+
+    **Arguments:**
+
+    - `state`: inputs through which a cotangent flows and leaves (a scan's carry).
+    - `weights`: inputs whose gradient is wanted, and that are no part of the data's way.
+    - `outputs`: the variables whose cotangents come in.
+    - `volatile`: inputs without a derivative that later phases cannot read (a scan's counter).
+    - `constants`: inputs that are no data either (numbers known while tracing).
+    """
+    folded = fold_constants(jaxpr.eqns, consts or {})
+    eqns = graph.merge_padding(jaxpr.eqns, jaxpr.outvars, folded)
+    active = active_variables(eqns, [*state, *weights], outputs)
+    sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
+    on_trunk = active & (sides.trunk_vars | set(state))
+    eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.trunk, on_trunk, outputs, state)
+    results = frozenset(v for v in (*jaxpr.outvars, *outputs) if not isinstance(v, Literal))
+    cutter = Cutter(
+        eqns_of_trunk,
+        results=results,
+        outputs=frozenset(v for v in outputs if v in on_trunk),
+        active=frozenset(on_trunk),
+        declarations=propagate(eqns, declarations or {}),
+        names=propagate_names(eqns, names or {}),
+        constants=folded,
+    )
+    opener = _Opener(cutter, sides, eqns, forks)
+    groups = partition(eqns_of_trunk, on_trunk, outputs)
+    isometric = _join_isometries(groups, cutter)
+    for group in isometric:
+        opener.add(group)
+    weights_of_trunk = active - on_trunk
+    nodes = opener.nodes(weights_of_trunk)
+    return Trunk(
+        tuple(nodes),
+        tuple(sides.weight),
+        tuple(sides.data),
+        tuple(state),
+        tuple(outputs),
+        frozenset(sides.fixed),
+        frozenset(weights_of_trunk),
+        frozenset(sides.on_weights),
+        results,
+    )
+
+
+class _Sides:
+    """Which equations depend on what."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        eqns: Sequence[JaxprEqn],
+        state: Sequence[Any],
+        weights: Sequence[Any],
+        volatile: Sequence[Any],
+        constants: Iterable[Any],
+    ):
+        moving = {*state, *volatile}
+        on_weights = set(weights)
+        known = set(constants)
+        on_data = {v for v in (*jaxpr.invars, *jaxpr.constvars) if v not in moving | on_weights | known}
+        self.fixed = on_weights | on_data | known
+        self.trunk: list[JaxprEqn] = []
+        self.weight: list[JaxprEqn] = []
+        self.data: list[JaxprEqn] = []
+        self.producer: dict[Any, JaxprEqn] = {}
+        for eqn in eqns:
+            reads = [v for v in eqn.invars if not isinstance(v, Literal)]
+            moves = any(v in moving for v in reads)
+            w, d = any(v in on_weights for v in reads), any(v in on_data for v in reads)
+            if moves or (w and d and not _shapes_a_weight(eqn, on_weights)):
+                self.trunk.append(eqn)
+                moving.update(eqn.outvars)
+                continue
+            self.fixed.update(eqn.outvars)
+            self.producer.update((v, eqn) for v in eqn.outvars)
+            if w:
+                self.weight.append(eqn)
+                on_weights.update(eqn.outvars)
+            else:
+                self.data.append(eqn)
+                if d:
+                    on_data.update(eqn.outvars)
+        self.on_weights = on_weights
+        self.trunk_vars = {v for e in self.trunk for v in e.outvars}
+
+    def absorbed(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+        """`eqns`, after the steps on the sides that only blow their operands up.
+
+        A bias, broadcast to a whole activation, is activation-sized on the weight side and so would
+        be its gradient; broadcast inside the node, both stay the size of a bias.
+        """
+        added: list[JaxprEqn] = []
+        pending = list(eqns)
+        while pending:
+            eqn = pending.pop()
+            for v in eqn.invars:
+                source = None if isinstance(v, Literal) else self.producer.get(v)
+                if source is not None and source not in added and _expands(source):
+                    added.append(source)
+                    pending.append(source)
+        return [*reversed(added), *eqns]
+
+
+def _expands(eqn: JaxprEqn) -> bool:
+    cheap = eqn.primitive in POINTWISE or eqn.primitive in MOVING
+    sizes = [v.aval.size for v in eqn.invars if not isinstance(v, Literal)]
+    return cheap and bool(sizes) and eqn.outvars[0].aval.size > max(sizes)
+
+
+def _shapes_a_weight(eqn: JaxprEqn, on_weights: set[Any]) -> bool:
+    """`w * mask`, `w_frozen + a @ b`: data that is combined with a weight, entry by entry."""
+    if eqn.primitive not in POINTWISE or eqn.outvars[0].aval.ndim < 2:
+        return False
+    size = eqn.outvars[0].aval.size
+    return any(
+        not isinstance(v, Literal) and v in on_weights and v.aval.size == size for v in eqn.invars
+    )
+
+
+def _separate_outputs(
+    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any], state: Sequence[Any]
+) -> tuple[list[JaxprEqn], list[Any], list[tuple[Any, list[Any]]], set[Any]]:
+    """Fork every output that is also read inside, or wanted twice."""
+    eqns, outputs, forks, active = list(eqns), list(outputs), [], set(active)
+    readers = {v for e in eqns if any(o in active for o in e.outvars) for v in e.invars if _is_var(v)}
+    for v in dict.fromkeys(v for v in outputs if _is_var(v) and v in active):
+        places = [i for i, o in enumerate(outputs) if o is v]
+        inside = v in readers
+        if len(places) + inside < 2:
+            continue
+        copies = [Copy(v) for _ in range(len(places) + inside)]
+        for place, copy in zip(places, copies, strict=False):
+            outputs[place] = copy
+        if inside:
+            eqns = [_reading(e, v, copies[-1]) if _carries(e, active) else e for e in eqns]
+        forks.append((v, copies))
+        active.update(copies)
+    del state
+    return eqns, outputs, forks, active
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _carries(eqn: JaxprEqn, active: set[Any]) -> bool:
+    return any(v in active for v in eqn.outvars)
+
+
+def _reading(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
+    """The equation with one variable replaced where it is read."""
+    if not any(v is old for v in eqn.invars):
+        return eqn
+    return eqn.replace(invars=[new if v is old else v for v in eqn.invars])
+
+
+def _join_isometries(groups: Sequence[Sequence[JaxprEqn]], cutter: Cutter) -> list[list[JaxprEqn]]:
+    """Copying steps before a convolution declared isometric belong to it (see `chain`)."""
+    schedule: list[Any] = []
+    for group in groups:
+        if any(v in cutter.active for e in group for v in e.outvars):
+            schedule.append(cutter.block(group))
+        else:
+            schedule += group
+    schedule = graph.close_forks(schedule, cutter, lambda block: any(map(is_heavy, block.eqns)))
+    joined = chain.with_isometries_joined(schedule, cutter)
+    return [list(item.eqns) if isinstance(item, Block) else [item] for item in joined]
+
+
+class _Opener:
+    """Makes nodes of groups of equations, opening those that no rule serves."""
+
+    def __init__(self, cutter: Cutter, sides: _Sides, order: Sequence[JaxprEqn], forks: Any):
+        self.cutter, self.sides = cutter, sides
+        self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
+        self.active = set(cutter.active)
+        self.parts: list[tuple[Block, Rule | None, Verdict]] = []
+        for v, copies in forks:
+            self._fork(v, copies)
+
+    def _fork(self, v: Any, copies: Sequence[Any]) -> None:
+        fork = Fork((), (v,), tuple(copies), ())
+        self.parts.append((fork, None, Verdict(True, "copies a state")))
+
+    def _cutter(self, eqns: Sequence[JaxprEqn], outside: Iterable[Any]) -> Cutter:
+        """A cutter for a part of the trunk whose variables `outside` are read elsewhere."""
+        return Cutter(
+            eqns,
+            results=self.cutter.results | frozenset(outside),
+            outputs=frozenset(outside) & frozenset(self.active),
+            active=frozenset(self.active),
+            declarations=self.cutter.facts["declarations"],
+            names=self.cutter.facts["names"],
+            constants=self.cutter.facts["constants"],
+        )
+
+    def add(self, group: Sequence[JaxprEqn], cutter: Cutter | None = None) -> None:
+        """One group of the partition."""
+        cutter = cutter or self.cutter
+        group = self.sides.absorbed(group)
+        block = cutter.block(group)
+        if not block.outputs:
+            self.parts.append((block, None, Verdict(None, "carries no derivative")))
+            return
+        rule, verdict = find_rule(block) if block.inputs else (None, Verdict(None, "reads the data"))
+        if rule is None and any(map(is_heavy, group)) and self._open(block):
+            return
+        self.parts.append((block, rule, verdict))
+
+    def _open(self, block: Block) -> bool:
+        """Split a variable that the block reads in several places that come together late."""
+        for v in (*block.inputs, *(o for e in block.eqns for o in e.outvars if o in self.active)):
+            uses = self._uses(block, v)
+            if len(uses) < 2:
+                continue
+            copies = [Copy(v) for _ in uses]
+            replaced = {id(e): (e, copy) for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
+            eqns = [
+                _reading(e, v, replaced[id(e)][1]) if id(e) in replaced else e for e in block.eqns
+            ]
+            self.active.update(copies)
+            self._fork(v, copies)
+            outside = [o for o in (*block.outputs, *block.exports) if o is not v]
+            cutter = self._cutter(eqns, outside)
+            for part in partition(eqns, self.active, outside):
+                self.add(part, cutter)
+            return True
+        return False
+
+    def _uses(self, block: Block, v: Any) -> list[list[JaxprEqn]]:
+        """The readers of v, those together whose ways meet before all ways have met."""
+        eqns = [e for e in block.eqns if _carries(e, self.active)]
+        readers = [e for e in eqns if any(u is v for u in e.invars)]
+        if len(readers) < 2 or v in block.outputs:
+            return [readers]
+        remaining: dict[Any, int] = {}
+        for e in eqns:
+            for u in dict.fromkeys(u for u in e.invars if _is_var(u)):
+                remaining[u] = remaining.get(u, 0) + 1
+        for u in block.outputs:
+            remaining[u] = remaining.get(u, 0) + 1
+        # colours: which readers a variable descends from; the meeting point has nothing live beside it
+        colours: dict[Any, set[int]] = {}
+        reached: list[tuple[JaxprEqn, set[int]]] = []
+        live: set[Any] = {v}
+        for e in eqns:
+            found: set[int] = set()
+            for u in e.invars:
+                if _is_var(u):
+                    found |= colours.get(u, set())
+            direct = any(u is v for u in e.invars)
+            own = {readers.index(e)} if direct else set()
+            for u in dict.fromkeys(u for u in e.invars if _is_var(u)):
+                remaining[u] -= 1
+                if not remaining[u]:
+                    live.discard(u)
+            if not found and not own:
+                continue
+            if not live and len(found | own) == len(readers):
+                break  # all ways meet here: what meets only here stays apart
+            for o in e.outvars:
+                if o in self.active:
+                    colours[o] = found | own
+                    if remaining.get(o):
+                        live.add(o)
+            reached.append((e, found | own))
+        group = list(range(len(readers)))
+
+        def find(i: int) -> int:
+            while group[i] != i:
+                i = group[i]
+            return i
+
+        for _, found in reached:
+            first, *rest = sorted(found)
+            for other in rest:
+                group[find(other)] = find(first)
+        together: dict[int, list[JaxprEqn]] = {}
+        for i, e in enumerate(readers):
+            together.setdefault(find(i), []).append(e)
+        return list(together.values())
+
+    def nodes(self, weights: set[Any]) -> list[Node]:
+        """All parts, in an order in which they can run, as close to the program's as can be."""
+        producer = {v: i for i, (b, *_) in enumerate(self.parts) for v in (*b.outputs, *b.exports)}
+        reads = [
+            dict.fromkeys(
+                producer[v] for v in (*b.inputs, *b.operands) if v in producer and producer[v] != i
+            )
+            for i, (b, *_) in enumerate(self.parts)
+        ]
+        readers: list[list[int]] = [[] for _ in self.parts]
+        for i, needs in enumerate(reads):
+            for j in needs:
+                readers[j].append(i)
+        place = [
+            min((self.place.get(id(v), -1) for e in b.eqns for v in e.outvars), default=-1)
+            for b, *_ in self.parts
+        ]
+        missing = [len(needs) for needs in reads]
+        ready = [(place[i], i) for i, m in enumerate(missing) if not m]
+        heapq.heapify(ready)
+        result = []
+        while ready:
+            _, i = heapq.heappop(ready)
+            block, rule, verdict = self.parts[i]
+            wanted = tuple(v for v in block.operands if v in weights)
+            inside = any(compat.in_checkpoint(e) for e in block.eqns)
+            result.append(Node(block, wanted, rule, verdict, inside))
+            for j in readers[i]:
+                missing[j] -= 1
+                if not missing[j]:
+                    heapq.heappush(ready, (place[j], j))
+        assert len(result) == len(self.parts), "the trunk's nodes form a cycle"
+        return result
+
+
+def find_rule(block: Block) -> tuple[Rule | None, Verdict]:
+    """The rule that serves a block, or None and why not."""
+    try:
+        return chain.choose(block)
+    except NotSubmersiveError as error:
+        return None, Verdict(None, error.reason, error.way_out)

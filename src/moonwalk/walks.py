@@ -1,0 +1,426 @@
+"""A walk: nodes differentiated by Moonwalk, and the steps it is made of.
+
+    Phase I    x₀ → x₁ → … → x_L          keep per node only what ∂y/∂x needs
+    Phase II   h_L → … → h₁ → h₀          cotangents alone; keep the planned anchors
+    Phase III  (x₀, h₀) → … → (x_L, h_L)  x again, h by vijp (or from an anchor), g = vjp(node, θ, h)
+
+Environments are dictionaries from variables to values: `fixed` holds weights, data and their sides,
+which every phase can read; `x` and `h` hold activations and cotangents of the variables that are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+
+from . import certificate
+from .graph import Block
+from .registry import Gain
+from .residuals import Residual, nbytes
+from .trunk import Node, Trunk
+
+Env = dict[Any, Any]
+Gradients = dict[Any, Any]
+Swept = tuple[Gradients, list[Any]]
+
+
+def add_gradients(total: Gradients, more: Gradients) -> None:
+    """Sum gradients of the same operand (shared weights)."""
+    for v, g in more.items():
+        total[v] = g if v not in total else total[v] + g
+
+
+@dataclass(eq=False, repr=False)
+class Step:
+    """One node of a walk, and where Phase III takes its output's cotangent from.
+
+    `source`: "vijp"; "anchor" (kept in Phase II); "given" (known from outside: a scan's outputs);
+    "none" (nobody needs it).
+    """
+
+    node: Node
+    trunk: Trunk
+    source: str
+    through: tuple[Any, ...] = ()  # the inputs whose cotangents the vijp uses
+    reason: str = ""
+    gain: Gain = field(default_factory=lambda: Gain(1.0, mixes=False))
+
+    def __post_init__(self) -> None:
+        """Whatever a kind of step makes of its node, it makes here, while planning."""
+
+    @property
+    def block(self) -> Block:
+        return self.node.block
+
+    @property
+    def is_stem(self) -> bool:
+        """It reads no state: its gradient is had in Phase II, where its output's cotangent passes."""
+        return not self.block.inputs and bool(self.block.outputs)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What Phase I keeps."""
+        return 0
+
+    @property
+    def memo_bytes(self) -> int:
+        """What Phase II keeps."""
+        if self.source != "anchor" or self.is_stem:  # a stem's is the h that Phase II ends with
+            return 0
+        return nbytes(*(v.aval for v in self.block.outputs))
+
+    def operands(self, env: Env, fixed: Env) -> list[Any]:
+        """Values of the operands; what later phases cannot read is None there."""
+        return [fixed[v] if v in fixed else env.get(v) for v in self.block.operands]
+
+    # -- the three phases ------------------------------------------------------------------------
+    def keep(self, fixed: Env, x: Env) -> Any:
+        """Phase I: run, write the outputs to `x`, return what is kept."""
+        raise NotImplementedError
+
+    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
+        """Phase II: from the outputs' cotangents to the inputs'; (memo, gradients of a stem)."""
+        raise NotImplementedError
+
+    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+        """Phase III: outputs and their cotangents to `x` and `h`; (gradients, sampled errors)."""
+        raise NotImplementedError
+
+    def prepare(self, fixed: Env) -> Any:
+        """Weight-only factors of the vijp."""
+        del fixed
+        return ()
+
+
+class BlockStep(Step):
+    """A node that is one block."""
+
+    residual: Residual
+    inner: Block  # the block that the rule sees: inputs that are not walked through are operands
+
+    def __post_init__(self) -> None:
+        block = self.block
+        x, operands = block.structs()
+        kinds = self.trunk.kinds(block.operands)
+        self.inner = _restricted(block, self.through) if self.source == "vijp" else block
+        rule, inner = self.node.rule, self.inner
+
+        def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
+            if self.source != "vijp":
+                if not block.inputs:
+                    return block(x, operands), (None, None)
+                y, pullback = jax.vjp(lambda *x: block(x, operands), *x)
+                return y, (None, pullback)
+            assert rule is not None
+            values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
+            y, kept = rule.linearize(
+                inner, tuple(values[v] for v in inner.inputs), [values[v] for v in inner.operands]
+            )
+            if inner is block and rule.keeps_pullback:
+                return y, (kept, None)
+            return y, (kept, jax.vjp(lambda *x: block(x, operands), *x)[1])
+
+        self.residual = Residual(linearize, x, operands, kinds, rerun=not self.node.effects)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.residual.bytes
+
+    def prepare(self, fixed: Env) -> Any:
+        if self.source != "vijp" or not all(v in fixed for v in self.inner.operands):
+            return None
+        assert self.node.rule is not None
+        return self.node.rule.prepare(self.inner, [fixed[v] for v in self.inner.operands])
+
+    def keep(self, fixed: Env, x: Env) -> Any:
+        block, operands = self.block, self.operands(x, fixed)
+        state = [x[v] for v in block.inputs]
+        y, kept = self.residual.forward(state, operands)
+        x.update(zip(block.outputs, y, strict=True))
+        if block.exports:
+            x.update(zip(block.exports, block.values(block.exports, state, operands), strict=True))
+        return kept
+
+    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
+        block = self.block
+        arriving = tuple(h.pop(v) for v in block.outputs)
+        memo = arriving if self.source == "anchor" else ()
+        if self.is_stem:
+            return memo, self._gradients(fixed, {}, arriving)[1]
+        operands = self.operands({}, fixed)
+        ours, pullback = self.residual.restore(kept, operands)
+        leaving = (ours if pullback is None else pullback)(arriving)
+        h.update(zip(block.inputs, leaving, strict=True))
+        return memo, {}
+
+    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+        block = self.block
+        if self.source == "anchor":
+            leaving: Any = memo
+        elif self.source == "vijp":
+            rule = self.node.rule
+            assert rule is not None
+            ours, _ = self.residual.restore(kept, self.operands({}, fixed))
+            if factors is None:
+                values = {**fixed, **x}
+                factors = rule.prepare(self.inner, [values[v] for v in self.inner.operands])
+            leaving = rule.vijp(self.inner, factors, ours, tuple(h[v] for v in self.inner.inputs))
+        elif self.source == "given":
+            leaving = tuple(h[v] for v in block.outputs)
+        else:
+            leaving = None
+        for v in block.inputs:
+            h.pop(v, None)
+        if leaving is not None:
+            h.update(zip(block.outputs, leaving, strict=True))
+        wanted = leaving is not None and self.node.weights and not self.is_stem
+        y, gradients = self._gradients(fixed, x, leaving if wanted else None)
+        x.update(zip((*block.outputs, *block.exports), y, strict=True))
+        return gradients, []
+
+    def _gradients(self, fixed: Env, x: Env, h: Any) -> tuple[Any, Gradients]:
+        """(outputs and exports, gradients of the weights where h is given)."""
+        block, weights = self.block, self.node.weights
+        operands = dict(zip(block.operands, self.operands(x, fixed), strict=True))
+        state = [x[v] for v in block.inputs]
+
+        def run(*values: Any) -> Any:
+            operands.update(zip(weights, values, strict=True))
+            out = block.values(
+                (*block.outputs, *block.exports), state, [operands[v] for v in block.operands]
+            )
+            return out[: len(block.outputs)], out[len(block.outputs) :]
+
+        values = [operands[v] for v in weights]
+        if h is None:
+            y, exports = run(*values)
+            return (*y, *exports), {}
+        y, pullback, exports = jax.vjp(run, *values, has_aux=True)
+        return (*y, *exports), dict(zip(weights, pullback(tuple(h)), strict=True))
+
+
+def _restricted(block: Block, through: Sequence[Any]) -> Block:
+    """The block with some of its inputs as operands."""
+    if tuple(through) == block.inputs:
+        return block
+    rest = tuple(v for v in block.inputs if v not in through)
+    return Block(
+        block.eqns,
+        tuple(through),
+        block.outputs,
+        (*block.operands, *rest),
+        block.exports,
+        block.declarations,
+        block.names,
+        block.constants,
+    )
+
+
+class ForkStep(Step):
+    """Copies. All but one of the copies' cotangents that a walk needs are kept; the last is the rest."""
+
+    kept_copies: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()  # copies whose cotangents are known anyhow
+    difference: int | None = None  # the copy whose cotangent is what the kept ones leave of the whole
+
+    @property
+    def memo_bytes(self) -> int:
+        return len(self.kept_copies) * nbytes(self.block.inputs[0].aval)
+
+    def keep(self, fixed: Env, x: Env) -> Any:
+        (v,) = self.block.inputs
+        x.update((copy, x[v]) for copy in self.block.outputs)
+        return ()
+
+    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
+        arriving = [h.pop(copy) for copy in self.block.outputs]
+        h[self.block.inputs[0]] = sum(arriving[1:], arriving[0])
+        return tuple(arriving[i] for i in self.kept_copies), {}
+
+    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+        (v,), copies = self.block.inputs, self.block.outputs
+        whole = h.pop(v, None)
+        x.update((copy, x[v]) for copy in copies)
+        h.update((copies[i], value) for i, value in zip(self.kept_copies, memo, strict=True))
+        if self.difference is not None:
+            known = [*memo, *(h[copies[i]] for i in self.given)]
+            h[copies[self.difference]] = whole - sum(known[1:], known[0]) if known else whole
+        return {}, []
+
+
+class AsideStep(Step):
+    """Values without a derivative: computed in Phase I, and again in Phase III where they are read."""
+
+    again = True
+
+    def keep(self, fixed: Env, x: Env) -> Any:
+        self._run(fixed, x)
+        return ()
+
+    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
+        return (), {}
+
+    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+        if self.again and not self.node.effects:
+            self._run(fixed, x)
+        return {}, []
+
+    def _run(self, fixed: Env, x: Env) -> None:
+        block = self.block
+        values = block.values(block.exports, (), self.operands(x, fixed))
+        x.update(zip(block.exports, values, strict=True))
+
+
+@dataclass(eq=False, repr=False)
+class Walk:
+    """Consecutive nodes [start, stop) of a trunk, walked."""
+
+    trunk: Trunk
+    start: int
+    stop: int
+    steps: list[Any]
+    given: frozenset[Any] = frozenset()  # outputs whose cotangents are known in Phase III
+    certify: bool = False
+
+    def __post_init__(self) -> None:
+        trained = [
+            i
+            for i, s in enumerate(self.steps)
+            if (s.node.weights and not s.is_stem) and s.source != "none"
+        ]
+        self.end = trained[-1] + 1 if trained else 0  # the sweep ends at the last trainable node
+        last = {}
+        for i, step in enumerate(self.steps):
+            for v in (*step.block.inputs, *step.block.operands):
+                last[v] = i
+        self.last = last
+        self.sampled = [
+            self.certify and i < self.end and s.source == "vijp" and not s.node.is_scan
+            for i, s in enumerate(self.steps)
+        ]
+
+    @property
+    def kept_bytes(self) -> int:
+        """What Phases I and II keep until Phase III."""
+        return sum(s.kept_bytes + s.memo_bytes for s in self.steps)
+
+    @property
+    def swept(self) -> int:
+        """How many steps the sweep takes."""
+        return self.end
+
+    @property
+    def seeds(self) -> tuple[Any, ...]:
+        """Variables from before the walk whose cotangents the sweep starts from."""
+        made = {v for s in self.steps for v in s.block.outputs}
+        return tuple(
+            dict.fromkeys(
+                v for s in self.steps[: self.end] for v in s.block.inputs if v not in made
+            )
+        )
+
+    def phase_one(self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset()) -> list[Any]:
+        """Forward. Reads and writes `x`, dropping what is dead; returns what is kept."""
+        kept: list[Any] = []
+        waiting: list[int] = []
+        for i, step in enumerate(self.steps):
+            if step.node.is_heavy and waiting:
+                hold((x, list(x)), (kept, waiting))
+                waiting = []
+            with jax.named_scope(_name(step)):
+                kept.append(step.keep(fixed, x))
+            waiting.append(i)
+            self._drop(x, i, retain)
+        hold((x, list(x)), (kept, waiting))
+        return kept
+
+    def phase_two(self, fixed: Env, kept: Sequence[Any], h: Env) -> tuple[list[Any], list[Any], Gradients]:
+        """Reverse. Reads and writes `h`; returns memos, samples and the stems' gradients."""
+        memos: list[Any] = [()] * len(self.steps)
+        samples: list[Any] = [()] * len(self.steps)
+        gradients: Gradients = {}
+        for i in reversed(range(len(self.steps))):
+            step = self.steps[i]
+            with jax.named_scope(_name(step)):
+                if self.sampled[i]:
+                    samples[i] = tuple(certificate.sample(h[v]) for v in step.block.outputs)
+                memos[i], found = step.back(fixed, kept[i], h)
+                add_gradients(gradients, found)
+            if step.node.is_heavy or step.node.is_fork:
+                hold((h, [v for v in step.block.inputs if v in h]))
+        return memos, samples, gradients
+
+    def prepare(self, fixed: Env) -> list[Any]:
+        """Weight-only factors of all steps."""
+        return [s.prepare(fixed) if i < self.end else None for i, s in enumerate(self.steps)]
+
+    def phase_three(
+        self,
+        fixed: Env,
+        kept: Sequence[Any],
+        memos: Sequence[Any],
+        samples: Sequence[Any],
+        factors: Sequence[Any],
+        x: Env,
+        h: Env,
+        *,
+        whole: bool = False,
+    ) -> tuple[Gradients, list[Any]]:
+        """Sweep. `whole`: to the last node, even if no weight is left (the body of a scan)."""
+        gradients: Gradients = {}
+        errors: list[Any] = []
+        end = len(self.steps) if whole else self.end
+        for i, step in enumerate(self.steps[:end]):
+            with jax.named_scope(_name(step)):
+                found, own = step.sweep(fixed, kept[i], memos[i], factors[i], x, h)
+                errors += own
+                if self.sampled[i]:
+                    errors += [
+                        certificate.compare(certificate.sample(h[v]), kept_sample)
+                        for v, kept_sample in zip(step.block.outputs, samples[i], strict=True)
+                    ]
+            add_gradients(gradients, found)
+            self._drop(x, i, frozenset(self.trunk.outputs))
+            if step.node.is_heavy and not step.node.is_scan:
+                made = step.block.outputs
+                hold(
+                    (x, [v for v in made if v in x]),
+                    (h, [v for v in made if v in h]),
+                    (gradients, [v for v in step.node.weights if v in gradients]),
+                )
+        return gradients, errors
+
+    def _drop(self, x: Env, i: int, retain: frozenset[Any]) -> None:
+        step = self.steps[i]
+        after = self.trunk.last_read
+        for v in (*step.block.inputs, *step.block.operands):
+            if (
+                v in x
+                and v not in retain
+                and self.last.get(v) == i
+                and after.get(v, -1) < self.stop
+            ):
+                del x[v]
+
+
+def _name(step: Step) -> str:
+    if step.node.is_fork:
+        return "fork"
+    return step.block.eqns[-1].primitive.name
+
+
+def hold(*parts: tuple[dict[Any, Any] | list[Any], Sequence[Any]]) -> None:
+    """Put entries of environments (or lists) behind one barrier.
+
+    XLA would otherwise merge Phase III's forward pass with Phase I's and keep everything between
+    them, or delay the packing of a residual and keep the activation that it is made from.
+    """
+    values = [[container[key] for key in keys] for container, keys in parts]
+    if jax.tree.leaves(values):
+        for (container, keys), new in zip(parts, lax.optimization_barrier(values), strict=True):
+            for key, value in zip(keys, new, strict=True):
+                container[key] = value
