@@ -6,13 +6,23 @@ from importlib.metadata import version as _version
 from . import rules as _rules  # fills the registry
 from . import testing as testing
 from .api import vijp as vijp
+from .certificate import Certificate as Certificate
 from .custom import custom_vijp as custom_vijp
 from .declare import declare as declare
 from .errors import DeclarationError as DeclarationError
 from .errors import DuplicateRuleError as DuplicateRuleError
+from .errors import EffectError as EffectError
+from .errors import InexactError as InexactError
 from .errors import MoonwalkError as MoonwalkError
 from .errors import NotSubmersiveError as NotSubmersiveError
+from .errors import PlanMismatchError as PlanMismatchError
+from .errors import PlanWarning as PlanWarning
 from .errors import SingularError as SingularError
+from .gradient import grad as grad
+from .gradient import plan as plan
+from .gradient import value_and_grad as value_and_grad
+from .methods import Moonwalk as Moonwalk
+from .plans import Plan as Plan
 from .registry import register_vijp as register_vijp
 from .rules.generic import MatrixFree as MatrixFree
 

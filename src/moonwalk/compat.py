@@ -73,6 +73,7 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Primitive",
+    "Tracer",
     "ad",
     "add_jaxvals_p",
     "batching",

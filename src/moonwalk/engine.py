@@ -8,17 +8,21 @@ of `jax.value_and_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from . import certificate, compat, graph, phases, planning, staging, trunk
+from . import certificate, compat, graph, phases, planning, plans, staging, trunk
 from .certificate import Certificate
 from .compat import Literal
+from .errors import EffectError
 from .methods import Moonwalk
-from .planning import Options
+from .planning import Book
+from .plans import Plan
+from .registry import Gain
+from .residuals import nbytes
 from .sides import DataSide, WeightSide
 from .staging import Staged
 from .trunk import Trunk
@@ -43,17 +47,22 @@ class Staging(NamedTuple):
 
 
 def stage(
-    fun: Callable[..., Any], leaves: Sequence[Any], others: Sequence[Any], is_input: Sequence[bool]
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    others: Sequence[Any],
+    is_input: Sequence[bool],
+    names: Sequence[str] = (),
 ) -> Staging:
     """`fun(*leaves, *others)` returns a flat list whose first entry is the loss."""
     staged = staging.stage(fun, *leaves, *others)
     order = tuple(staged.jaxpr.invars[: len(leaves)])
+    staged = staged._replace(names={**staged.names, **dict(zip(order, names, strict=False))})
     weights = tuple(v for v, i in zip(order, is_input, strict=True) if not i)
     inputs = tuple(v for v, i in zip(order, is_input, strict=True) if i)
     return Staging(staged, weights, inputs, order)
 
 
-def cut(staging: Staging, names: dict[Any, str] | None = None) -> Trunk:
+def cut(staging: Staging) -> Trunk:
     """The loss as sides and trunk."""
     staged = staging.staged
     return trunk.build(
@@ -62,42 +71,69 @@ def cut(staging: Staging, names: dict[Any, str] | None = None) -> Trunk:
         weights=staging.weights,
         outputs=[staging.loss] if not isinstance(staging.loss, Literal) else [],
         consts=dict(zip(staged.jaxpr.constvars, staged.consts, strict=True)),
-        names={**staged.names, **(names or {})},
+        names=staged.names,
     )
 
 
 class Engine:
     """A planned loss: everything static; called with the values of the jaxpr's inputs and constants."""
 
-    def __init__(
-        self,
-        staging: Staging,
-        cut: Trunk,
-        segments: Sequence[Any],
-        method: Moonwalk,
-        options: Options,
-        tolerance: float,
-        *,
-        certify: bool,
-        check: bool,
-    ):
+    def __init__(self, staging: Staging, cut: Trunk, segments: Sequence[Any]):
         self.staging, self.cut, self.segments = staging, cut, list(segments)
-        self.method, self.options, self.tolerance = method, options, tolerance
-        self.certify, self.check = certify, check
         jaxpr = staging.jaxpr
         results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
         self.results = frozenset(results)
         self.weight_side = WeightSide(cut, staging.weights, results)
         self.data_side = DataSide(cut, results)
 
+    def __call__(self, *flat: Any) -> tuple[list[Any], list[Any], Certificate]:
+        """([loss and auxiliary outputs], gradients, certificate); its derivative is JAX's."""
+
+        @jax.custom_jvp
+        def run(*flat: Any) -> Any:
+            out, gradients, errors = self.run(*flat)
+            return out, gradients, Certificate(*(certificate.worst(e) for e in errors))
+
+        @run.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            (out, gradients), (d_out, d_gradients) = jax.jvp(self.reference, primals, tangents)
+            zero = jnp.zeros((), jnp.float32)
+            exact = Certificate(zero, zero)
+            return (out, gradients, exact), (d_out, d_gradients, exact)
+
+        return run(*flat)
+
+    def run(self, *flat: Any) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
+        """([loss and auxiliary outputs], gradients, sampled errors) by the three phases."""
+        jaxpr = self.staging.jaxpr
+        fixed = dict(zip((*jaxpr.invars, *jaxpr.constvars), flat, strict=True))
+        leaves = dict(zip(self.staging.order, flat, strict=False))
+        x = {v: fixed.pop(v) for v in self.staging.inputs}
+        with jax.named_scope("moonwalk"):
+            with jax.named_scope("sides"):
+                self.data_side.run(fixed, effects=True)
+                self.weight_side.run(fixed, effects=True)
+            saved = phases.forward(self.segments, fixed, x, self.results)
+            out = [_read({**fixed, **x}, v) for v in jaxpr.outvars]
+            h: dict[Any, Any] = {}
+            if self.cut.outputs:
+                h[self.cut.outputs[0]] = jnp.ones_like(out[0])
+            found, errors = phases.reverse(self.segments, fixed, saved, h)
+            with jax.named_scope("sides"):
+                for v in self.cut.outputs:  # a loss of weights alone
+                    if v in self.weight_side.wanted and v in h:
+                        found[v] = h[v]
+                pulled = self.weight_side.pull(fixed, found)
+        gradients = dict(zip(self.staging.weights, pulled, strict=True))
+        gradients.update((v, h[v]) for v in self.staging.inputs if v in h)
+        return out, [gradients.get(v, jnp.zeros_like(a)) for v, a in leaves.items()], errors
+
     def reference(self, *flat: Any) -> tuple[list[Any], list[Any]]:
         """([loss and auxiliary outputs], gradients) by JAX's own reverse mode."""
         jaxpr, count = self.staging.jaxpr, len(self.staging.order)
 
         def run(leaves: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, list[Any]]:
-            split = len(jaxpr.invars) - count
-            env = dict(zip(jaxpr.invars, (*leaves, *rest[:split]), strict=True))
-            env.update(zip(jaxpr.constvars, rest[split:], strict=True))
+            env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*leaves, *rest), strict=True))
             graph.run(jaxpr.eqns, env)
             out = [_read(env, v) for v in jaxpr.outvars]
             return out[0], out
@@ -105,66 +141,72 @@ class Engine:
         (_, out), gradients = jax.value_and_grad(run, has_aux=True)(list(flat[:count]), flat[count:])
         return out, gradients
 
-    def run(self, *flat: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """([loss and auxiliary outputs], gradients, sampled errors) by the three phases."""
-        jaxpr = self.staging.jaxpr
-        fixed = dict(zip((*jaxpr.invars, *jaxpr.constvars), flat, strict=True))
-        parameters = dict(fixed)
-        x = {v: fixed.pop(v) for v in self.staging.inputs}
-        with jax.named_scope("moonwalk"):
-            with jax.named_scope("sides"):
-                self.data_side.run(fixed, effects=True)
-                self.weight_side.run(fixed, effects=True)
-            saved = phases.forward(self.segments, fixed, x, self.results | frozenset(self.staging.inputs))
-            out = [_read({**fixed, **x}, v) for v in jaxpr.outvars]
-            h: dict[Any, Any] = {}
-            if self.cut.outputs:
-                (loss,) = self.cut.outputs
-                h[loss] = jnp.ones_like(out[0])
-            found, errors = phases.reverse(self.segments, fixed, saved, h)
-            with jax.named_scope("sides"):
-                if self.cut.outputs and self.cut.outputs[0] in self.cut.weights:
-                    found[self.cut.outputs[0]] = h[self.cut.outputs[0]]
-                pulled = dict(zip(self.staging.weights, self.weight_side.pull(fixed, found), strict=True))
-        gradients = []
-        for v in self.staging.order:
-            g = pulled.get(v) if v in pulled else h.get(v)
-            gradients.append(jnp.zeros_like(parameters[v]) if g is None else g)
-        return out, gradients, errors
-
-    @property
-    def walks(self) -> list[Walk]:
-        return [s for s in self.segments if isinstance(s, Walk)]
-
-    def __call__(self, *flat: Any) -> tuple[list[Any], list[Any], Certificate | None]:
-        """As `run`, differentiable like `jax.value_and_grad`."""
-
-        @jax.custom_jvp
-        def run(*flat: Any) -> Any:
-            out, gradients, errors = self.run(*flat)
-            return out, gradients, certificate.worst(errors).astype(jnp.float32)
-
-        @run.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            (out, gradients), (d_out, d_gradients) = jax.jvp(self.reference, primals, tangents)
-            zero = jnp.zeros((), jnp.float32)
-            return (out, gradients, zero), (d_out, d_gradients, zero)
-
-        out, gradients, error = run(*flat)
-        return out, gradients, Certificate(error, error)
-
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
     return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
 
 
-def plan_engine(staging: Staging, method: Moonwalk, *, certify: bool, values: Any = None) -> Engine:
-    """Cut, cost and plan."""
+def plan(
+    staging: Staging,
+    method: Moonwalk,
+    *,
+    certify: bool,
+    signature: tuple[tuple[str, str], ...] = (),
+    gains: Iterable[tuple[Any, Gain]] = (),
+    values: dict[Any, Any] | None = None,
+) -> tuple[Engine, Plan]:
+    """Cut, cost and plan. `values`: of the jaxpr's inputs, where gains are to be measured."""
+    refuse_effects(staging.jaxpr)
     whole = cut(staging)
+    if values is not None:
+        values = dict(values)
+        for e in (*whole.data_side, *whole.weight_side):
+            if not e.effects and all(isinstance(v, Literal) or v in values for v in e.invars):
+                graph.run([e], values)
+    book = Book(gains, values)
     options, tolerance = planning.options_for(whole, method, certify)
     costs = planning.node_costs(whole)
-    choice = planning.choose_segments(whole, options, costs, values)
-    return Engine(staging, whole, choice.segments, method, options, tolerance, certify=certify, check=False)
+    plain = planning.choose_segments(whole, options, costs, book, walks=False)
+    choice = planning.choose_segments(whole, options, costs, book)
+    if plain.total <= choice.total:
+        choice = plain
+    if not certify and any(isinstance(s, Walk) and s.is_measured for s in choice.segments):
+        # Measured gains drift with the weights: such a walk carries its own check.
+        options.certify = True
+        choice = planning.choose_segments(whole, options, costs, book)
+    described = plans.describe(
+        whole,
+        choice,
+        plain,
+        costs,
+        method,
+        tolerance,
+        signature,
+        tuple(book.recorded.items()),
+        sum(nbytes(v.aval) for e in whole.weight_side for v in e.outvars),
+    )
+    return Engine(staging, whole, choice.segments), described
 
 
-__all__ = ["Engine", "compat", "plan_engine", "stage"]
+def refuse_effects(jaxpr: Any) -> None:
+    """A callback whose answer the loss reads would be asked again in Phase III."""
+    for e in jaxpr.eqns:
+        if not e.effects:
+            continue
+        inner = [v for v in e.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+        inner += [
+            j
+            for v in e.params.values()
+            if isinstance(v, tuple)
+            for j in v
+            if hasattr(j, "eqns") or hasattr(j, "jaxpr")
+        ]
+        for j in inner:
+            refuse_effects(compat.open_jaxpr(j)[0])
+        if not inner and e.outvars:
+            raise EffectError(
+                f"value_and_grad: the loss runs `{e.primitive.name}` at {compat.source_line(e)} and "
+                "reads its answer, but Moonwalk runs parts of the forward pass twice; compute that "
+                "value before the loss and pass it as an argument, or use jax.pure_callback if "
+                "repeating it is harmless"
+            )

@@ -36,3 +36,19 @@ class DeclarationError(MoonwalkError, ValueError):
 
 class DuplicateRuleError(MoonwalkError, ValueError):
     """A primitive (or a custom function) already has a vijp rule."""
+
+
+class InexactError(MoonwalkError, ArithmeticError):
+    """A walk turned out less exact than its plan promised."""
+
+
+class PlanMismatchError(MoonwalkError, ValueError):
+    """A plan was handed to a function, or to shapes, that it was not made for."""
+
+
+class EffectError(MoonwalkError, ValueError):
+    """A loss calls back to the host and reads the answer, which a second forward pass would repeat."""
+
+
+class PlanWarning(UserWarning):
+    """A plan saves little; the message names the costliest block and what would help."""

@@ -1,10 +1,10 @@
 """The algorithm on one page.
 
-    Phase I    forward over the segments: keep what each needs
-    then, segment by segment in reverse:
-      walk     Phase II  h only, keep anchors;  Phase III  sweep x and h forward, hand out g
-      store, recompute   JAX's own pullback, h and g at once
-    last       the weight side turns gradients of operands into gradients of parameters
+Phase I    forward over the segments: keep what each needs
+then, segment by segment in reverse:
+  walk     Phase II  h only, keep anchors;  Phase III  sweep x and h forward, hand out g
+  store, recompute   JAX's own pullback, h and g at once
+last       the weight side turns gradients of operands into gradients of parameters
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from . import certificate
 from .planning import Segment
 from .segments import Plain
 from .walks import Env, Gradients, Walk, add_gradients, hold
@@ -44,10 +43,11 @@ def _start_state(segment: Segment) -> tuple[Any, ...]:
 
 def reverse(
     segments: Sequence[Segment], fixed: Env, saved: list[Any], h: Env
-) -> tuple[Gradients, list[Any]]:
-    """Phases II and III. `h` holds the outputs' cotangents, then those of the trunk's entry."""
+) -> tuple[Gradients, tuple[list[Any], list[Any]]]:
+    """Phases II and III; (gradients, (sampled errors, those at the ends of walks)). `h` holds the outputs' cotangents, then those of the trunk's entry."""
     gradients: Gradients = {}
     errors: list[Any] = []
+    closures: list[Any] = []
     for number in reversed(range(len(segments))):
         segment, (kept, start) = segments[number], saved.pop()
         with jax.named_scope(f"segment_{number}"):
@@ -58,7 +58,8 @@ def reverse(
             found, own = walk_back_and_forth(segment, fixed, kept, start, h)
             add_gradients(gradients, found)
             errors += own
-    return gradients, errors
+            closures += own[-1:]
+    return gradients, (errors, closures)
 
 
 def walk_back_and_forth(
@@ -87,6 +88,3 @@ def walk_back_and_forth(
 
 def _read_in_sweep(walk: Walk) -> list[Any]:
     return list(dict.fromkeys(v for s in walk.steps[: walk.end] for v in s.block.operands))
-
-
-worst = certificate.worst

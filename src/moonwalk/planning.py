@@ -15,6 +15,7 @@ The decisions, in this order:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +23,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from . import scans, trunk
+from . import compat, graph, scans, trunk
 from .methods import Moonwalk
 from .registry import Gain
 from .residuals import Residual, nbytes
@@ -61,6 +61,34 @@ class Growth:
         return Growth(max(g.product for g in several), any(g.mixes for g in several))
 
 
+class Book:
+    """Gains by node: what a trace can bound, or what was measured on values.
+
+    A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan,
+    with its description: a book written for one network is refused by another.
+    """
+
+    def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
+        self.recorded: dict[Any, Gain] = dict(recorded)
+        self.values = values
+
+    def gain(self, key: Any, rule: Any, block: Any, envs: Sequence[Values] | None) -> tuple[Gain, bool]:
+        """(gain, whether it rests on a measurement)."""
+        static = rule.gain(block)
+        if math.isfinite(static.factor):
+            return static, False
+        if key in self.recorded:
+            return self.recorded[key], True
+        known = [e for e in envs or () if all(v in e for v in block.operands)]
+        if not known:
+            return static, False
+        measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
+        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured))
+        gain = gain if gain.factor == gain.factor else Gain.unknown()  # NaN: the weights are not finite
+        self.recorded[key] = gain
+        return gain, True
+
+
 @dataclass
 class Options:
     """A method's settings for one network."""
@@ -82,17 +110,23 @@ def plan_walk(
     *,
     wanted: Iterable[Any] = (),
     given: Iterable[Any] = (),
-    values: Values | None = None,
+    book: Book | None = None,
+    envs: Sequence[Values] | None = None,
+    prefix: tuple[int, ...] = (),
 ) -> tuple[Walk, dict[Any, Growth]]:
     """A walk over the nodes [start, stop), with as few anchors as the gains allow.
 
     `wanted`: outputs whose cotangents Phase III must bring (a scan's carry). `given`: outputs whose
-    cotangents are known to it. `values`: the operands' values, where gains are to be measured.
+    cotangents are known to it. `envs`: the operands' values (of each layer of a scan), where gains are
+    to be measured.
     """
     nodes = cut.nodes[start:stop]
-    planner = _Sources(cut, nodes, options, set(wanted), frozenset(given), values)
+    book = book or Book()
+    place = (prefix, start)
+    planner = _Sources(cut, nodes, options, set(wanted), frozenset(given), book, envs, place)
     growth = planner.settle()
     walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
+    walk.growth = planner.largest_growth
     return walk, growth
 
 
@@ -104,10 +138,15 @@ class _Sources:
         options: Options,
         wanted: set[Any],
         given: frozenset[Any],
-        values: Values | None,
+        book: Book,
+        envs: Sequence[Values] | None,
+        place: tuple[tuple[int, ...], int],
     ):
         self.cut, self.nodes, self.options = cut, nodes, options
-        self.wanted_out, self.given, self.values = wanted, given, values
+        self.wanted_out, self.given = wanted, given
+        self.book, self.envs, self.place = book, envs, place
+        self.measured: set[int] = set()
+        self.largest_growth = 1.0
         self.reader = {v: i for i, n in enumerate(nodes) for v in n.block.inputs}
         self.maker = {v: i for i, n in enumerate(nodes) for v in n.block.outputs}
         self.forced: dict[int, str] = {}
@@ -148,16 +187,17 @@ class _Sources:
             rule, _ = trunk.find_rule(block)
         if rule is None:
             return None
-        operands = None
-        if self.values is not None and all(v in self.values for v in block.operands):
-            operands = [self.values[v] for v in block.operands]
-        try:
-            return rule.gain(block, operands)
-        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError):
-            return rule.gain(block)
+        gain, measured = self.book.gain((self._key(i), node.describe()), rule, block, self.envs)
+        if measured:
+            self.measured.add(i)
+        return gain
+
+    def _key(self, i: int) -> tuple[int, ...]:
+        prefix, start = self.place
+        return (*prefix, start + i)
 
     def _scan_gain(self, i: int) -> Gain | None:
-        step = _plan_scan(self.nodes[i], self.cut, self.options, self.values)
+        step = _plan_scan(self.nodes[i], self.cut, self.options, self.book, self.envs, self._key(i))
         self.scan_steps[i] = step
         return step.gain if isinstance(step, ScanStep) else None
 
@@ -233,6 +273,7 @@ class _Sources:
 
     def _grow(self) -> tuple[dict[Any, Growth], int | None]:
         growth: dict[Any, Growth] = {}
+        self.largest_growth = 1.0
         limited = self.options.anchor_every is None
         for i, node in enumerate(self.nodes):
             outputs = node.block.outputs
@@ -255,6 +296,7 @@ class _Sources:
                 if limited and leaving.factor > self.options.limit:
                     return growth, self._cheapest(i, growth)
             growth.update((v, leaving) for v in outputs)
+            self.largest_growth = max(self.largest_growth, leaving.factor)
         return growth, None
 
     def _cheapest(self, violated: int, growth: dict[Any, Growth]) -> int:
@@ -280,7 +322,9 @@ class _Sources:
             return Growth() if step.period else arriving
         step.period = period_for(layer, arriving, step.length, self.options.limit)
         if step.period is None:
-            return Growth(arriving.product * _power(layer.factor, step.length), layer.mixes or arriving.mixes)
+            return Growth(
+                arriving.product * _power(layer.factor, step.length), layer.mixes or arriving.mixes
+            )
         rest = step.length % step.period or step.period
         return Growth(_power(layer.factor, rest), layer.mixes)
 
@@ -312,9 +356,9 @@ class _Sources:
                     rule, verdict = trunk.find_rule(_restricted(node.block, through))
                     node = Node(node.block, node.weights, rule, verdict, node.checkpointed)
                 gain = self.gains[i] or Gain(1.0, mixes=False)
-                result.append(
-                    BlockStep(node, self.cut, self.source[i], through, reason, gain)
-                )
+                step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
+                step.measured = i in self.measured
+                result.append(step)
         return result
 
     def _reason(self, i: int) -> str:
@@ -365,7 +409,14 @@ def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int 
 # --- scans ------------------------------------------------------------------------------------------
 
 
-def _plan_scan(node: Node, cut: Trunk, options: Options, values: Values | None) -> ScanStep | str:
+def _plan_scan(
+    node: Node,
+    cut: Trunk,
+    options: Options,
+    book: Book,
+    envs: Sequence[Values] | None,
+    key: tuple[int, ...],
+) -> ScanStep | str:
     """A scan as a step of a walk, or the reason why it cannot be one."""
     if any(e.effects for e in _inner_equations(node)):
         for e in _inner_equations(node):
@@ -377,10 +428,17 @@ def _plan_scan(node: Node, cut: Trunk, options: Options, values: Values | None) 
     if not body.active:
         return "no carry takes part in the derivative"
     carry_out, ys = body.outputs
-    measured = _layer_values(node, body, values)
-    inner = Options(options.limit, None, options.certify)
+    inner = Options(options.limit)
     walk, growth = plan_walk(
-        body.trunk, 0, len(body.trunk.nodes), inner, wanted=carry_out, given=ys, values=measured
+        body.trunk,
+        0,
+        len(body.trunk.nodes),
+        inner,
+        wanted=carry_out,
+        given=ys,
+        book=book,
+        envs=_layer_values(node, body, envs),
+        prefix=key,
     )
     leaving = [growth[v] for v in carry_out if v in growth]
     layer = Growth.worst(leaving)
@@ -400,16 +458,30 @@ def _plan_scan(node: Node, cut: Trunk, options: Options, values: Values | None) 
 
 
 def _inner_equations(node: Node) -> list[Any]:
-    from . import compat
-
     inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
     return list(inner.eqns)
 
 
-def _layer_values(node: Node, body: scans.Body, values: Values | None) -> Values | None:
-    """Operands of the body, stacked over layers on their first axis, where they are known."""
-    del node, body, values
-    return None
+def _layer_values(node: Node, body: scans.Body, envs: Sequence[Values] | None) -> list[Values] | None:
+    """What every layer of a scan can read, where that is known."""
+    (eqn,) = node.block.eqns
+    if not envs:
+        return None
+    result: list[Values] = []
+    stacked = body.num_consts + body.num_carry
+    for env in envs:
+        outer = [v.val if hasattr(v, "val") else env.get(v) for v in eqn.invars]
+        for layer in range(eqn.params["length"]):
+            inner = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+            for i, (v, a) in enumerate(zip(body.jaxpr.invars, outer, strict=True)):
+                carried = body.num_consts <= i < stacked
+                if a is not None and not carried and i not in body.volatile:
+                    inner[v] = a[layer] if i >= stacked else a
+            for e in (*body.trunk.data_side, *body.trunk.weight_side):
+                if not e.effects and all(hasattr(v, "val") or v in inner for v in e.invars):
+                    graph.run([e], inner)
+            result.append(inner)
+    return result
 
 
 def _is_worth_hoisting(step: ScanStep) -> bool:
@@ -522,15 +594,13 @@ def _node_cost(node: Node, cut: Trunk) -> NodeCost:
     whole = Residual(wrt_all, x, operands, kinds).leaf_bytes
     m_x = Residual(wrt_x, x, operands, kinds).leaf_bytes if x else 0
     cost = NodeCost(min(m_x, whole), max(0, whole - m_x))
-    if node.is_scan:
+    if node.is_scan and not node.effects:
         _checkpoint_cost(node, cost)
     return cost
 
 
 def _checkpoint_cost(node: Node, cost: NodeCost) -> None:
     """The period at which a scan of checkpointed scans keeps least."""
-    from . import compat
-
     (eqn,) = node.block.eqns
     length = eqn.params["length"]
     num_consts, num_carry = compat.scan_counts(eqn)
@@ -558,15 +628,23 @@ class Choice:
 
 
 def choose_segments(
-    cut: Trunk, options: Options, costs: Sequence[NodeCost], values: Values | None
+    cut: Trunk, options: Options, costs: Sequence[NodeCost], book: Book, *, walks: bool = True
 ) -> Choice:
-    """The cheapest of: the dynamic program with walks, and without."""
+    """The cheapest way found; without `walks`, the cheapest mixture of storing and recomputing."""
+    envs = None if book.values is None else [book.values]
     live = live_bytes(cut)
     n = len(cut.nodes)
-    walk, _ = plan_walk(cut, 0, n, options, values=values) if n else (None, None)
-    walked = [s.kept_bytes + s.memo_bytes for s in walk.steps] if walk else []
+    walked = []
+    if n and walks:
+        walk, _ = plan_walk(cut, 0, n, options, book=book, envs=envs)
+        walked = [
+            math.inf
+            if any(e.effects and e.outvars for e in s.block.eqns) and not isinstance(s, ScanStep)
+            else s.kept_bytes + s.memo_bytes
+            for s in walk.steps
+        ]
     best: Choice | None = None
-    for allowed in (True, False):
+    for allowed in (True, False) if walks else (False,):
         for limit in _transients(cut, costs):
             pieces = _segments(cut, costs, live, walked if allowed else None, limit)
             if pieces is None:
@@ -574,7 +652,7 @@ def choose_segments(
             estimate = pieces[0]
             if best is not None and estimate >= best.total:
                 continue
-            choice = _realise(cut, pieces[1], costs, options, values)
+            choice = _realise(cut, pieces[1], costs, options, book)
             if best is None or choice.total < best.total:
                 best = choice
     assert best is not None
@@ -598,9 +676,9 @@ def _segments(
     cut: Trunk,
     costs: Sequence[NodeCost],
     live: Sequence[int],
-    walked: Sequence[int] | None,
+    walked: Sequence[float] | None,
     limit: int,
-) -> tuple[int, list[tuple[str, int, int]]] | None:
+) -> tuple[float, list[tuple[str, int, int]]] | None:
     """Dynamic program: (bytes, pieces (kind, start, stop))."""
     n = len(costs)
     store = [c.full for c in costs]
@@ -608,10 +686,14 @@ def _segments(
     must_recompute = [node.checkpointed for node in cut.nodes]
     best = [infinite] * (n + 1)  # least bytes for the nodes before
     best[0] = 0
+    # What calls back must run once: it is stored, unless its scan is walked.
+    pinned = [any(e.effects and e.outvars for e in node.block.eqns) for node in cut.nodes]
     walking = [infinite] * (n + 1)  # the same, inside a walk
     walk_start = [0] * (n + 1)
     back: list[tuple[str, int] | None] = [None] * (n + 1)
-    prefix = [0, *np.cumsum([c.full for c in costs]).tolist()]
+    never = 1 << 62
+    sizes = [never if p else c.full for c, p in zip(costs, pinned, strict=True)]
+    prefix = list(itertools.accumulate(sizes, initial=0))
     narrow = [
         i
         for i in range(n + 1)
@@ -660,10 +742,8 @@ def _segments(
             merged[-1] = (kind, merged[-1][1], j)
         else:
             merged.append((kind, i, j))
-    spent = max(
-        (prefix[j] - prefix[i] for kind, i, j in merged if kind == "recompute"), default=0
-    )
-    return int(best[n] + spent), merged
+    spent = max((prefix[j] - prefix[i] for kind, i, j in merged if kind == "recompute"), default=0)
+    return best[n] + spent, merged
 
 
 def _realise(
@@ -671,15 +751,16 @@ def _realise(
     pieces: Sequence[tuple[str, int, int]],
     costs: Sequence[NodeCost],
     options: Options,
-    values: Values | None,
+    book: Book,
 ) -> Choice:
     """Segments with their true sizes."""
+    envs = None if book.values is None else [book.values]
     segments: list[Segment] = []
     kept = transient = 0
     live = live_bytes(cut)
     for kind, i, j in pieces:
         if kind == "walk":
-            walk, _ = plan_walk(cut, i, j, options, values=values)
+            walk, _ = plan_walk(cut, i, j, options, book=book, envs=envs)
             segments.append(walk)
             kept += walk.kept_bytes + (live[i] if i else 0)
         else:

@@ -106,8 +106,7 @@ class Residual:
         # What follows from weights alone, or from data alone, is made again; what follows from both is
         # an activation.
         self.kept = [
-            not isinstance(v, Literal)
-            and (v in on["moving"] or (v in on["weight"] and v in on["data"]))
+            not isinstance(v, Literal) and (v in on["moving"] or (v in on["weight"] and v in on["data"]))
             for v in self.leaves
         ]
         self.moving = [variables.index(v) for v in moving]
@@ -169,9 +168,7 @@ def _descendants(eqns: Sequence[JaxprEqn], roots: Sequence[Any]) -> set[Any]:
     return found
 
 
-def needed(
-    eqns: Sequence[JaxprEqn], outputs: Sequence[Any], *, effects: bool = False
-) -> list[JaxprEqn]:
+def needed(eqns: Sequence[JaxprEqn], outputs: Sequence[Any], *, effects: bool = False) -> list[JaxprEqn]:
     """The equations that these outputs need; with `effects`, also those that print or call back."""
     wanted, kept = set(outputs), []
     for eqn in reversed(eqns):

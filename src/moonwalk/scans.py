@@ -184,6 +184,7 @@ class ScanStep(Step):
         ]
         ins = body.jaxpr.invars[body.num_consts : body.num_consts + body.num_carry]
         self.ins, self.h_ins = ins, [ins[j] for j in body.active]
+        self.measured = self.walk.is_measured
 
     @property
     def is_stem(self) -> bool:
@@ -245,7 +246,9 @@ class ScanStep(Step):
         env = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
         in_consts, _, in_xs = body.groups(body.jaxpr.invars)
         skip = {body.jaxpr.invars[i] for i in body.volatile}
-        env.update((v, a) for v, a in zip((*in_consts, *in_xs), (*consts, *xs), strict=True) if v not in skip)
+        env.update(
+            (v, a) for v, a in zip((*in_consts, *in_xs), (*consts, *xs), strict=True) if v not in skip
+        )
         self.data_side.run(env, effects=first)
         if made is None or first:
             self.weight_side.run(env, effects=first)
@@ -306,7 +309,8 @@ class ScanStep(Step):
             layer = {}
             for v, a in zip((*out_carry, *out_ys), (*h_carry, *h_ys), strict=True):
                 layer[v] = a
-            memos, samples, found = self.walk.phase_two(env, kept, layer)
+            samples = [certificate.sample(a) for a in h_carry] if self.certify else ()
+            memos, _, found = self.walk.phase_two(env, kept, layer)
             total, per_layer = self._share(env, found, total, made)
             return ([layer[v] for v in self.h_ins], total), (memos, samples, per_layer)
 
@@ -353,7 +357,9 @@ class ScanStep(Step):
             return main.reshape((periods, self.period, *a.shape[1:])), rest
 
         leaves, structure = jax.tree.flatten(tree)
-        pairs = [take(a) if short else (a.reshape((periods, self.period, *a.shape[1:])), None) for a in leaves]
+        pairs = [
+            take(a) if short else (a.reshape((periods, self.period, *a.shape[1:])), None) for a in leaves
+        ]
         main = jax.tree.unflatten(structure, [p[0] for p in pairs])
         rest = jax.tree.unflatten(structure, [p[1] for p in pairs]) if short else None
         return (periods, main), (short, rest)
@@ -369,7 +375,11 @@ class ScanStep(Step):
     def prepare(self, fixed: Env) -> Any:
         """Factors that need a solve, for all layers in one batched call; None: made in the loop."""
         consts, _, xs = self._inputs(fixed, {})
-        if any(xs[i - self.body.num_consts - self.body.num_carry] is None for i in self.body.volatile if i >= self.body.num_consts + self.body.num_carry):
+        if any(
+            xs[i - self.body.num_consts - self.body.num_carry] is None
+            for i in self.body.volatile
+            if i >= self.body.num_consts + self.body.num_carry
+        ):
             return None
         made, _ = self._hoist(consts, xs)
 
@@ -399,28 +409,35 @@ class ScanStep(Step):
         wants_ys = self.wants_ys
 
         def step(carry: Any, inputs: Any) -> Any:
-            x_carry, h_carry, total, worst = carry
+            x_carry, h_carry, total, worst, before = carry
             xs, made, kept, memos, samples, factors, h_ys = inputs
+            # Compared at the start of the next layer, where h is a carry and exists anyhow: a
+            # comparison at the end of its own layer would keep one more h alive.
+            worst = self._compared(worst, h_carry, before)
             env = self._fixed(consts, xs, made)
             state = self._layer_x(consts, x_carry, xs)
             layer = dict(zip(self.h_ins, h_carry, strict=True))
             layer.update(zip(out_ys, h_ys, strict=True))
-            ready = [s.prepare(env) if f is None else f for s, f in zip(self.walk.steps, factors, strict=True)]
-            found, errors = self.walk.phase_three(env, kept, memos, samples, ready, state, layer, whole=True)
+            ready = [
+                s.prepare(env) if f is None else f for s, f in zip(self.walk.steps, factors, strict=True)
+            ]
+            found, _ = self.walk.phase_three(env, kept, memos, (), ready, state, layer, whole=True)
             total, per_layer = self._share(env, found, total, made)
             out = self._results(env, state)
             new_h = [layer.get(v) for v in out_carry]
             new_h = [old if a is None else a for a, old in zip(new_h, h_carry, strict=True)]
-            if errors:
-                worst = jnp.maximum(worst, certificate.worst(errors).astype(worst.dtype))
-            return (out[:split], new_h, total, worst), (per_layer, out[split:] if wants_ys else ())
+            return (out[:split], new_h, total, worst, samples), (
+                per_layer,
+                out[split:] if wants_ys else (),
+            )
 
         factors = [None] * len(self.walk.steps) if factors is None else factors
         inputs = (xs, made, kept, memos, samples, factors, h_ys)
         total = self._zero_totals(consts, made)
         worst = jnp.zeros((), jnp.float32)
         if self.period is None:
-            carry = (carry, arriving, total, worst)
+            before = self._samples(arriving)
+            carry = (carry, arriving, total, worst, before)
             carry, (per_layer, ys) = self._scan(step, carry, inputs, length=self.length)
         else:
             (periods, main), (short, rest) = self._split(inputs)
@@ -428,17 +445,23 @@ class ScanStep(Step):
 
             def outer(carry: Any, inputs: Any) -> Any:
                 inputs, anchor = inputs
-                carry = (carry[0], anchor, *carry[2:])
+                x_carry, h_carry, total, worst, before = carry
+                worst = self._compared(worst, h_carry, before)
+                carry = (x_carry, anchor, total, worst, self._samples(anchor))
                 return self._scan(step, carry, inputs, length=self.period)
 
-            carry = (carry, [jnp.zeros_like(a[0]) for a in main_anchors], total, worst)
+            first = [jnp.zeros_like(a[0]) for a in main_anchors]
+            carry = (carry, first, total, worst, self._samples(first))
             carry, outs = self._scan(outer, carry, (main, main_anchors), length=periods)
             outs_rest = None
             if short:
-                carry = (carry[0], rest_anchors, *carry[2:])
+                x_carry, h_carry, total, worst, before = carry
+                worst = self._compared(worst, h_carry, before)
+                carry = (x_carry, rest_anchors, total, worst, self._samples(rest_anchors))
                 carry, outs_rest = self._scan(step, carry, rest, length=short)
             per_layer, ys = self._joined(outs, outs_rest)
-        last, h_last, total, worst = carry
+        last, h_last, total, worst, before = carry
+        worst = self._compared(worst, h_last, before)
         for j, v in enumerate(self.eqn.outvars[:split]):
             x[v] = last[j]
         for j, value in zip(body.active, h_last, strict=True):
@@ -448,6 +471,17 @@ class ScanStep(Step):
         if wants_ys:
             x.update(zip(self.eqn.outvars[split:], ys, strict=True))
         return self._collect(total, per_layer, pull), [worst] if self.certify else []
+
+    def _samples(self, h: Sequence[Any]) -> Any:
+        return [certificate.sample(a) for a in h] if self.certify else ()
+
+    def _compared(self, worst: Any, h: Sequence[Any], samples: Sequence[Any]) -> Any:
+        """The largest error so far, with that of `h` against what Phase II had of it."""
+        if not self.certify:
+            return worst
+        pairs = zip(h, samples, strict=True)
+        errors = [certificate.compare(certificate.sample(a), s) for a, s in pairs]
+        return jnp.maximum(worst, certificate.worst(errors).astype(worst.dtype))
 
     wants_ys = False  # whether Phase III must stack the outputs again for a later node
 
@@ -546,7 +580,9 @@ def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[A
         env = dict(zip(inner.constvars, inner_consts, strict=True))
         env.update(zip(inner.invars, (*consts, *carry, *xs), strict=True))
         graph.run(inner.eqns, env)
-        out = [jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in inner.outvars]
+        out = [
+            jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in inner.outvars
+        ]
         return out[:num_carry], out[num_carry:]
 
     if period == 1:

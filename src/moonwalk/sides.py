@@ -19,10 +19,12 @@ class WeightSide:
     def __init__(self, trunk: Trunk, parameters: Sequence[Any], also: Sequence[Any] = ()):
         """`also`: further variables of the weight side that somebody reads (auxiliary outputs)."""
         self.parameters = tuple(parameters)
-        self.wanted = trunk.wanted_weights
         made = {v for e in trunk.weight_side for v in e.outvars}
+        # An output that depends on weights alone is an operand of nothing, but its gradient is wanted.
+        outputs = (v for v in trunk.outputs if v in trunk.weights)
+        self.wanted = tuple(dict.fromkeys((*trunk.wanted_weights, *outputs)))
         read = [v for n in trunk.nodes for v in n.block.operands if v in made]
-        self.eqns = needed(trunk.weight_side, [*read, *also])
+        self.eqns = needed(trunk.weight_side, [*read, *self.wanted, *also])
         self.is_trivial = not any(v in made for v in self.wanted)
         self.silent = [e for e in trunk.weight_side if e.effects and not e.outvars]
         self.loud = needed(trunk.weight_side, [v for e in self.silent for v in e.invars if _is_var(v)])
@@ -48,9 +50,7 @@ class WeightSide:
         """Gradients of the parameters from those of the operands."""
         if self.is_trivial:
             return [found[v] if v in found else jnp.zeros_like(env[v]) for v in self.parameters]
-        _, pullback = jax.vjp(
-            lambda *p: self.values(*p, others=env), *(env[v] for v in self.parameters)
-        )
+        _, pullback = jax.vjp(lambda *p: self.values(*p, others=env), *(env[v] for v in self.parameters))
         return list(pullback(self.complete(env, found)))
 
 

@@ -91,7 +91,8 @@ class Node:
         names = list(dict.fromkeys(names or [e.primitive.name for e in self.block.eqns]))
         shown = "+".join(names[:3]) + ("+…" if len(names) > 3 else "")
         arrow = " -> ".join(
-            chain.describe_types(v) for v in (self.block.inputs, self.block.outputs or self.block.exports)
+            chain.describe_types(v)
+            for v in (self.block.inputs, self.block.outputs or self.block.exports)
         )
         return f"{shown} {arrow}"
 
@@ -273,7 +274,7 @@ class _Sides:
 def _expands(eqn: JaxprEqn) -> bool:
     cheap = eqn.primitive in POINTWISE or eqn.primitive in MOVING
     sizes = [v.aval.size for v in eqn.invars if not isinstance(v, Literal)]
-    return cheap and bool(sizes) and eqn.outvars[0].aval.size > max(sizes)
+    return cheap and bool(sizes) and eqn.outvars[0].aval.size > sum(sizes)
 
 
 def _shapes_a_weight(eqn: JaxprEqn, on_weights: set[Any]) -> bool:
@@ -384,9 +385,7 @@ class _Opener:
                 continue
             copies = [Copy(v) for _ in uses]
             replaced = {id(e): (e, copy) for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
-            eqns = [
-                _reading(e, v, replaced[id(e)][1]) if id(e) in replaced else e for e in block.eqns
-            ]
+            eqns = [_reading(e, v, replaced[id(e)][1]) if id(e) in replaced else e for e in block.eqns]
             self.active.update(copies)
             self._fork(v, copies)
             outside = [o for o in (*block.outputs, *block.exports) if o is not v]

@@ -48,6 +48,7 @@ class Step:
     through: tuple[Any, ...] = ()  # the inputs whose cotangents the vijp uses
     reason: str = ""
     gain: Gain = field(default_factory=lambda: Gain(1.0, mixes=False))
+    measured: bool = False  # whether walking here rests on a measured gain
 
     def __post_init__(self) -> None:
         """Whatever a kind of step makes of its node, it makes here, while planning."""
@@ -285,6 +286,7 @@ class Walk:
     steps: list[Any]
     given: frozenset[Any] = frozenset()  # outputs whose cotangents are known in Phase III
     certify: bool = False
+    growth: float = 1.0  # how much relative error is predicted to grow along it, at most
 
     def __post_init__(self) -> None:
         trained = [
@@ -304,6 +306,11 @@ class Walk:
         ]
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its exactness rests on measured gains, which drift with the weights."""
+        return any(s.source == "vijp" and s.measured for s in self.steps[: self.end])
+
+    @property
     def kept_bytes(self) -> int:
         """What Phases I and II keep until Phase III."""
         return sum(s.kept_bytes + s.memo_bytes for s in self.steps)
@@ -318,9 +325,7 @@ class Walk:
         """Variables from before the walk whose cotangents the sweep starts from."""
         made = {v for s in self.steps for v in s.block.outputs}
         return tuple(
-            dict.fromkeys(
-                v for s in self.steps[: self.end] for v in s.block.inputs if v not in made
-            )
+            dict.fromkeys(v for s in self.steps[: self.end] for v in s.block.inputs if v not in made)
         )
 
     def phase_one(self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset()) -> list[Any]:
@@ -338,7 +343,9 @@ class Walk:
         hold((x, list(x)), (kept, waiting))
         return kept
 
-    def phase_two(self, fixed: Env, kept: Sequence[Any], h: Env) -> tuple[list[Any], list[Any], Gradients]:
+    def phase_two(
+        self, fixed: Env, kept: Sequence[Any], h: Env
+    ) -> tuple[list[Any], list[Any], Gradients]:
         """Reverse. Reads and writes `h`; returns memos, samples and the stems' gradients."""
         memos: list[Any] = [()] * len(self.steps)
         samples: list[Any] = [()] * len(self.steps)
@@ -398,12 +405,7 @@ class Walk:
         step = self.steps[i]
         after = self.trunk.last_read
         for v in (*step.block.inputs, *step.block.operands):
-            if (
-                v in x
-                and v not in retain
-                and self.last.get(v) == i
-                and after.get(v, -1) < self.stop
-            ):
+            if v in x and v not in retain and self.last.get(v) == i and after.get(v, -1) < self.stop:
                 del x[v]
 
 

@@ -1,0 +1,372 @@
+"""`value_and_grad`, `grad` and `plan`: pytrees, argument checks, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import compat, engine
+from .certificate import Certificate
+from .engine import Engine
+from .errors import InexactError, PlanMismatchError, PlanWarning
+from .methods import Moonwalk
+from .plans import Plan
+
+Method = Moonwalk | Plan
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    method: Method = Moonwalk(),
+    certify: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` without keeping the activations.
+
+    The gradient is the exact one, by three phases: a forward pass that keeps per block only what ∂y/∂x
+    needs, a reverse pass for cotangents alone, and a forward sweep that recovers each block's cotangent
+    by vijp and hands out its parameter gradient. Blocks that cannot be walked are anchored, stored or
+    recomputed, whichever keeps less; `moonwalk.plan` says which, and why.
+
+    Calling convention, results and errors are those of `jax.value_and_grad`. The function is traced, so
+    it must not look at the *values* of differentiated arguments. Under `jax.grad` or `jax.jvp` the result
+    is differentiated as `jax.value_and_grad` would be.
+
+    **Arguments:**
+
+    - `fun`: returns a real scalar, or with `has_aux` a pair of it and anything.
+    - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are network
+        inputs in `Moonwalk(inputs=...)`.
+    - `has_aux`: whether `fun` returns auxiliary data.
+    - `method`: `moonwalk.Moonwalk(...)`, or a plan that `moonwalk.plan` returned.
+    - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
+
+    **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with `has_aux`,
+    and with `certify` the certificate as a third.
+
+    **Example:**
+
+    >>> import jax.numpy as jnp, moonwalk as mw
+    >>> loss = lambda w, x: jnp.sum(jnp.abs(x @ mw.declare(w, "orthogonal")))
+    >>> value, g = mw.value_and_grad(loss)(jnp.eye(2), jnp.array([[1.0, -2.0]]))
+    >>> print(value, g.tolist())
+    3.0 [[1.0, -1.0], [-2.0, 2.0]]
+    """
+    _check_method(method)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = _Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
+        value, aux, gradients, found = call.differentiate(method, certify)
+        value = (value, aux) if has_aux else value
+        return (value, gradients, found) if certify else (value, gradients)
+
+    return wrapped
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    method: Method = Moonwalk(),
+    certify: bool = False,
+) -> Callable[..., Any]:
+    """`jax.grad` without keeping the activations; see `moonwalk.value_and_grad`.
+
+    **Returns:** a function that returns `gradients`, or `(gradients, aux)` with `has_aux`; with `certify`
+    followed by the certificate.
+
+    **Example:**
+
+    >>> import jax.numpy as jnp, moonwalk as mw
+    >>> print(mw.grad(lambda w: w**2)(3.0))
+    6.0
+    """
+    _check_method(method)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = _Call("grad", fun, argnums, has_aux, args, kwargs)
+        _, aux, gradients, found = call.differentiate(method, certify)
+        result = ((gradients, aux) if has_aux else (gradients,)) + ((found,) if certify else ())
+        return result if len(result) > 1 else gradients
+
+    return wrapped
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    method: Moonwalk = Moonwalk(),
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """How `moonwalk.value_and_grad(fun)` differentiates at these arguments.
+
+    Arguments may be `jax.ShapeDtypeStruct`s. Where they are concrete, gains that a trace cannot bound are
+    measured on them; handed to `method=`, the plan carries them into `jit`.
+
+    **Example:**
+
+    >>> import jax.numpy as jnp, moonwalk as mw
+    >>> loss = lambda w, x: jnp.sum(jnp.abs(x @ mw.declare(w, "orthogonal")))
+    >>> mw.plan(loss, jnp.eye(2), jnp.ones((4, 2))).walks
+    False
+    """
+    if isinstance(method, Plan):
+        method = method.method
+    _check_method(method)
+    call = _Call("plan", fun, argnums, has_aux, args, kwargs)
+    return call.plan(method, certify=False)[1]
+
+
+def _check_method(method: Any) -> None:
+    if not isinstance(method, Moonwalk | Plan):
+        raise TypeError(
+            "method= takes moonwalk.Moonwalk(...) or a plan that moonwalk.plan returned, but got "
+            f"{method!r}"
+        )
+
+
+_measured: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_advised: set[Any] = set()
+
+
+class _Call:
+    """One call of a differentiated function: its arguments, flattened and sorted."""
+
+    def __init__(
+        self, name: str, fun: Any, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: Any
+    ):
+        self.name, self.fun, self.has_aux, self.argnums = name, fun, has_aux, argnums
+        self.args, self.kwargs = args, kwargs
+        self.single = not isinstance(argnums, list | tuple)
+        numbers = (argnums,) if self.single else tuple(argnums)
+        if not all(isinstance(i, int | np.integer) for i in numbers) or any(
+            not -len(args) <= i < len(args) for i in numbers
+        ):
+            self._as_jax_would()
+        self.numbers = [int(i) % len(args) for i in numbers]
+        if len(set(self.numbers)) < len(self.numbers):
+            raise ValueError(f"{name}: argnums={argnums} names an argument twice")
+        self.leaves, self.tree = jax.tree.flatten(tuple(args[i] for i in self.numbers))
+        for leaf in self.leaves:
+            dtype = getattr(leaf, "dtype", None)
+            dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
+            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+                self._as_jax_would()
+        rest = [None if i in self.numbers else a for i, a in enumerate(args)]
+        flat, self.rest_tree = jax.tree.flatten((rest, kwargs))
+        self.traced = [_is_array(a) for a in flat]
+        self.flat = flat
+        self.others = [a for a, t in zip(flat, self.traced, strict=True) if t]
+
+    def _as_jax_would(self) -> None:
+        """Let JAX say what is wrong."""
+        jax.value_and_grad(self.fun, self.argnums, self.has_aux)(*self.args, **self.kwargs)
+        raise TypeError(f"{self.name}: these arguments cannot be differentiated: {self.argnums=}")
+
+    # -- staging ---------------------------------------------------------------------------------
+    def stage(self, inputs: Sequence[int]) -> engine.Staging:
+        for i in inputs:
+            if i not in self.numbers:
+                raise ValueError(
+                    f"Moonwalk(inputs={tuple(inputs)}): argument {i} is not differentiated; "
+                    f"argnums={self.argnums}"
+                )
+        count = len(self.leaves)
+        is_input: list[bool] = []
+        for i, arg in zip(self.numbers, (self.args[i] for i in self.numbers), strict=True):
+            is_input += [i in inputs] * len(jax.tree.leaves(arg))
+
+        def flat_fun(*values: Any) -> list[Any]:
+            value = self._call(values[:count], values[count:])
+            aux = None
+            if self.has_aux:
+                if not isinstance(value, tuple) or len(value) != 2:
+                    self._as_jax_would()
+                value, aux = value
+            if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+                raise _NotScalar
+            aux_leaves, self.aux_tree = jax.tree.flatten(aux)
+            self.aux_static = [None if _is_array(a) else (a,) for a in aux_leaves]
+            return [value, *(a for a in aux_leaves if _is_array(a))]
+
+        flat_fun.__wrapped__ = self.fun  # type: ignore[attr-defined]
+        try:
+            return engine.stage(flat_fun, self.leaves, self.others, is_input, self._names())
+        except _NotScalar:
+            self._as_jax_would()
+            raise AssertionError("unreachable") from None
+        except jax.errors.ConcretizationTypeError:
+            if not compat.is_concrete(self.others):
+                raise
+            # Python control flow on the values of data that is not differentiated: close over it.
+            self.traced, self.others = [False] * len(self.flat), []
+            return engine.stage(flat_fun, self.leaves, [], is_input, self._names())
+
+    def _call(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+        dynamic = jax.tree.unflatten(self.tree, leaves)
+        values = iter(others)
+        flat = [next(values) if t else a for a, t in zip(self.flat, self.traced, strict=True)]
+        args, kwargs = jax.tree.unflatten(self.rest_tree, flat)
+        for i, arg in zip(self.numbers, dynamic, strict=True):
+            args[i] = arg
+        return self.fun(*args, **kwargs)
+
+    def _names(self) -> list[str]:
+        """'params['w']' for every differentiated leaf."""
+        try:
+            parameters = list(inspect.signature(self.fun).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        names = []
+        for i in self.numbers:
+            root = parameters[i] if i < len(parameters) else f"args[{i}]"
+            for path, _ in jax.tree.flatten_with_path(self.args[i])[0]:
+                names.append(root + jax.tree_util.keystr(path))
+        return names
+
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        """Names and types of all arrays that go in."""
+        rest = jax.tree.flatten_with_path(jax.tree.unflatten(self.rest_tree, self.flat))[0]
+        named = [(n, a) for n, a in zip(self._names(), self.leaves, strict=True)]
+        named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a)]
+        return tuple((name, _type(a)) for name, a in named)
+
+    # -- planning --------------------------------------------------------------------------------
+    def plan(self, method: Method, *, certify: bool) -> tuple[Engine, Plan, engine.Staging]:
+        signature = self.signature()
+        gains: Any = ()
+        values = None
+        if isinstance(method, Plan):
+            _match(method, signature)
+            gains, method = method.gains, method.method
+            cache = None
+        else:
+            cache = _cache_for(self.fun)
+            gains = cache.get((signature, method), ()) if cache is not None else ()
+        staged = self.stage(method.inputs)
+        consts = staged.staged.consts
+        structs = any(isinstance(a, jax.ShapeDtypeStruct) for a in (*self.leaves, *self.others))
+        if not gains and not structs and compat.is_concrete(self.leaves):
+            jaxpr = staged.jaxpr
+            known = zip(
+                (*jaxpr.invars, *jaxpr.constvars), (*self.leaves, *self.others, *consts), strict=True
+            )
+            values = {
+                v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
+            }
+        made, described = engine.plan(
+            staged, method, certify=certify, signature=signature, gains=gains, values=values
+        )
+        if cache is not None and values is not None:
+            cache[signature, method] = described.gains
+        return made, described, staged
+
+    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+        made, described, staged = self.plan(method, certify=certify)
+        if not isinstance(method, Plan):
+            _advise(self.fun, described)
+        leaves = [jnp.asarray(a) for a in self.leaves]
+        out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
+        settings = method.method if isinstance(method, Plan) else method
+        if certify or described.measured:
+            gradients = _heed(gradients, found, described, settings)
+        value, *arrays = out
+        values = iter(arrays)
+        aux = jax.tree.unflatten(
+            self.aux_tree, [next(values) if s is None else s[0] for s in self.aux_static]
+        )
+        result = jax.tree.unflatten(self.tree, gradients)
+        return value, aux, result[0] if self.single else result, found
+
+
+class _NotScalar(Exception):
+    pass
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | complex | np.generic)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) or isinstance(
+        leaf, compat.Tracer
+    )
+
+
+def _type(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    return f"{leaf.dtype}[{','.join(map(str, np.shape(leaf)))}]"
+
+
+def _cache_for(fun: Any) -> dict[Any, Any] | None:
+    try:
+        return _measured.setdefault(fun, {})
+    except TypeError:  # cannot be referred to weakly
+        return None
+
+
+def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
+    if plan.signature == signature:
+        return
+    old, new = dict(plan.signature), dict(signature)
+    lines = [
+        f"  {name}: planned {old.get(name, 'nothing')}, called with {new.get(name, 'nothing')}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
+    ]
+    raise PlanMismatchError(
+        "method=: the plan was made for other arguments:\n" + "\n".join(lines) + "\nMake it anew with "
+        "moonwalk.plan(fun, *args)."
+    )
+
+
+def _advise(fun: Any, described: Plan) -> None:
+    """Say once per function that little is saved."""
+    key = (getattr(fun, "__code__", fun), described.signature)
+    try:
+        seen = key in _advised
+    except TypeError:
+        return
+    if seen:
+        return
+    _advised.add(key)
+    text = described.advice()
+    if text:
+        warnings.warn(text, PlanWarning, stacklevel=4)
+
+
+def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk) -> list[Any]:
+    """Act where a walk was less exact than its tolerance."""
+    if method.on_inexact == "ignore":
+        return gradients
+    bad = ~(found.error <= described.tolerance)
+    if method.on_inexact == "nan":
+        return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
+    text = (
+        f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
+        "weights have drifted from those that the plan measured, or a declared structure does not hold; "
+        "plan anew, lower anchor_every, or pass Moonwalk(on_inexact='nan' or 'ignore')"
+    )
+    known = compat.concrete(bad)
+    if known is None:
+        return eqx.error_if(gradients, bad, text)
+    if known.any():
+        raise InexactError(f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})")
+    return gradients

@@ -1,0 +1,258 @@
+"""What a plan says: the table, its totals, and how to carry it from concrete arguments into `jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import compat
+from .methods import Moonwalk
+from .planning import Choice, NodeCost
+from .registry import Gain
+from .residuals import nbytes
+from .scans import ScanStep
+from .segments import Plain
+from .trunk import Node, Trunk
+from .walks import ForkStep, Step, Walk
+
+WORKING = 4  # activations alive at once besides what is kept: x, h, and one more of each on the way
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block of a plan."""
+
+    block: str
+    source: str  # the user's line
+    mode: str  # walk, anchor, fork, store, recompute
+    bytes: int  # kept until the block is done with
+    gain: float
+    why: str
+    m_x: int  # bytes that ∂y/∂x needs
+    m_theta: int  # bytes that ∂y/∂θ needs besides
+    depth: int = 0  # inside a scan
+    times: int = 1  # layers of that scan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How `moonwalk.value_and_grad` will differentiate a function at given shapes.
+
+    Printable; accepted wherever `method=` is. A plan made from concrete arguments carries the gains that
+    were measured on them.
+    """
+
+    rows: tuple[Row, ...]
+    method: Moonwalk
+    tolerance: float
+    kept_bytes: int
+    peak_bytes: int
+    backprop_bytes: int
+    checkpoint_bytes: int
+    weight_side_bytes: int
+    walked: int  # blocks whose output's cotangent is recovered
+    anchors: int
+    predicted_gain: float
+    measured: bool
+    signature: tuple[tuple[str, str], ...]
+    gains: tuple[tuple[Any, Gain], ...]
+
+    @property
+    def walks(self) -> bool:
+        """Whether any block is walked through."""
+        return self.walked > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        result = asdict(self)
+        result["gains"] = [[list(key[0]), key[1], gain.factor] for key, gain in self.gains]
+        return result
+
+    def __str__(self) -> str:
+        return _table(self)
+
+    def advice(self) -> str | None:
+        """A sentence if little is saved, naming the costliest block and what would help."""
+        best = min(self.backprop_bytes, self.checkpoint_bytes)
+        if self.peak_bytes <= 0.9 * best:
+            return None
+        costly = max(self.rows, key=lambda r: r.bytes * r.times, default=None)
+        text = (
+            f"moonwalk: this plan saves less than 10 % (about {human(self.peak_bytes)}; backprop "
+            f"{human(self.backprop_bytes)}, checkpointing {human(self.checkpoint_bytes)})."
+        )
+        if costly is not None and costly.bytes:
+            text += f" The costliest block is {costly.block} at {costly.source}: {costly.why}."
+        return text + " Print moonwalk.plan(...) for all of it."
+
+
+def human(size: float) -> str:
+    """'16.0 MiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _table(plan: Plan) -> str:
+    lines = [
+        f"weight side {human(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
+        f"{plan.walked} blocks walked, {plan.anchors} anchors"
+        + ("; gains measured" if plan.measured else "")
+    ]
+    header = ("block", "mode", "kept", "M_x", "M_θ", "gain", "why", "source")
+    cells = [header]
+    for r in plan.rows:
+        times = f" ×{r.times}" if r.times > 1 else ""
+        cells.append(
+            (
+                "  " * r.depth + r.block,
+                r.mode,
+                human(r.bytes) + times,
+                human(r.m_x),
+                human(r.m_theta),
+                "" if r.mode != "walk" else f"{r.gain:.3g}",
+                r.why if len(r.why) < 90 else r.why[:87] + "…",
+                r.source,
+            )
+        )
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+    lines.append(
+        f"kept {human(plan.kept_bytes)}, peak about {human(plan.peak_bytes)}; backprop about "
+        f"{human(plan.backprop_bytes)}, checkpointing about {human(plan.checkpoint_bytes)}"
+    )
+    return "\n".join(lines)
+
+
+def describe(
+    cut: Trunk,
+    choice: Choice,
+    plain: Choice,
+    costs: Sequence[NodeCost],
+    method: Moonwalk,
+    tolerance: float,
+    signature: tuple[tuple[str, str], ...],
+    gains: tuple[tuple[Any, Gain], ...],
+    weight_side_bytes: int,
+) -> Plan:
+    """The plan as a user reads it."""
+    rows: list[Row] = []
+    for segment in choice.segments:
+        if isinstance(segment, Walk):
+            for i, step in enumerate(segment.steps):
+                rows += _step_rows(step, costs[segment.start + i])
+        else:
+            rows += _plain_rows(segment, costs)
+    largest = largest_state(cut)
+    walks = [s for s in choice.segments if isinstance(s, Walk)]
+    steps = [s for w in walks for s in _all_steps(w)]
+    return Plan(
+        rows=tuple(rows),
+        method=method,
+        tolerance=tolerance,
+        kept_bytes=choice.kept,
+        peak_bytes=choice.total - _seed_bytes(choice) + WORKING * largest,
+        backprop_bytes=sum(c.backprop for c in costs) + WORKING * largest,
+        checkpoint_bytes=plain.total + WORKING * largest,
+        weight_side_bytes=weight_side_bytes,
+        walked=sum(s.source == "vijp" and not isinstance(s, ScanStep) for s in steps),
+        anchors=sum(s.source == "anchor" and not s.is_stem for s in steps if not isinstance(s, ScanStep))
+        + sum(s.period is not None for s in steps if isinstance(s, ScanStep)),
+        predicted_gain=max((w.growth for w in walks), default=1.0),
+        measured=any(w.is_measured for w in walks),
+        signature=signature,
+        gains=gains,
+    )
+
+
+def _all_steps(walk: Walk) -> list[Step]:
+    result = []
+    for step in walk.steps:
+        result.append(step)
+        if isinstance(step, ScanStep) and step.source != "none":
+            result += _all_steps(step.walk)
+    return result
+
+
+def _seed_bytes(choice: Choice) -> int:
+    """Seeds of scans over the data: the h that Phase II ends with, which is alive anyhow."""
+    return sum(
+        nbytes(*(s.ins[j].aval for j in s.seeded))
+        for w in choice.segments
+        if isinstance(w, Walk)
+        for s in w.steps
+        if isinstance(s, ScanStep)
+    )
+
+
+def largest_state(cut: Trunk) -> int:
+    """Bytes of the largest activation."""
+    return max((nbytes(v.aval) for n in cut.nodes for v in n.block.outputs), default=0)
+
+
+def _line(node: Node) -> str:
+    if node.is_fork or not node.block.eqns:
+        return ""
+    return compat.source_line(node.block.eqns[-1])
+
+
+def _step_rows(step: Step, cost: NodeCost, depth: int = 0, times: int = 1) -> list[Row]:
+    node = step.node
+    if node.is_aside:
+        return []
+    mode = {"vijp": "walk", "anchor": "anchor", "given": "walk", "none": "pass"}[step.source]
+    why = step.reason
+    if isinstance(step, ForkStep):
+        mode = "fork"
+        why = f"keeps {len(step.kept_copies)} of {len(node.block.outputs)} cotangents"
+    if step.is_stem:
+        mode = "stem"
+    size = step.kept_bytes + step.memo_bytes
+    m_x, m_theta = cost.m_x, cost.m_theta
+    if isinstance(step, ScanStep):
+        mode = "walk"
+        inner = sum(s.kept_bytes + s.memo_bytes for s in step.walk.steps)
+        size -= step.length * inner
+        if step.period is not None:
+            why += f", an anchor every {step.period}"
+    rows = [
+        Row(node.describe(), _line(node), mode, size, step.gain.factor, why, m_x, m_theta, depth, times)
+    ]
+    if isinstance(step, ScanStep):
+        from .planning import node_costs
+
+        for inner_step, inner_cost in zip(step.walk.steps, node_costs(step.body.trunk), strict=True):
+            rows += _step_rows(inner_step, inner_cost, depth + 1, step.length)
+    return rows
+
+
+def _plain_rows(segment: Plain, costs: Sequence[NodeCost]) -> list[Row]:
+    rows = []
+    for i, node in enumerate(segment.nodes):
+        if node.is_aside or node.is_fork:
+            continue
+        cost = costs[segment.start + i]
+        stored = segment.kind == "store"
+        size = cost.backprop if stored else 0
+        if not stored and not rows:
+            size = segment.kept_bytes
+        why = node.verdict.reason
+        if node.rule is not None:
+            why = "stored: cheaper than walking" if stored else "recomputed: cheaper than walking"
+        rows.append(
+            Row(
+                node.describe(),
+                _line(node),
+                segment.kind,
+                size,
+                float("nan"),
+                why,
+                cost.m_x,
+                cost.m_theta,
+            )
+        )
+    return rows
