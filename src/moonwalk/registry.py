@@ -100,6 +100,13 @@ class Rule:
         """(outputs, what is kept for the vijp); by default JAX's own pullback."""
         return jax.vjp(lambda *x: block(x, operands), *x)
 
+    def keep(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        """As `linearize`, in as few bits as `vijp` needs; what the engine keeps of Phase I.
+
+        It may leave out what only `alarms` would see (a tie of two values, where no vijp exists).
+        """
+        return self.linearize(block, x, operands)
+
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         """The cotangent of the outputs, from the cotangent of the inputs."""
         raise NotImplementedError

@@ -118,7 +118,7 @@ class BlockStep(Step):
                 return y, (None, pullback)
             assert rule is not None
             values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-            y, kept = rule.linearize(
+            y, kept = rule.keep(
                 inner, tuple(values[v] for v in inner.inputs), [values[v] for v in inner.operands]
             )
             if inner is block and rule.keeps_pullback:

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import Partial
 
-from .. import compat, staging
+from .. import compat, graph, staging
 from ..compat import Literal
 from ..errors import SingularError
 from ..graph import Block
@@ -46,8 +47,12 @@ class Elementwise(Rule):
     name = "elementwise"
 
     def matches(self, block: Block) -> bool:
-        if not all(e.primitive in POINTWISE or e.primitive in _OWN_DERIVATIVE for e in block.eqns):
-            return False
+        touched = set(block.inputs)
+        for e in block.eqns:  # what does not touch the state may be anything (a bias, broadcast)
+            if any(not isinstance(v, Literal) and v in touched for v in e.invars):
+                if e.primitive not in POINTWISE and e.primitive not in _OWN_DERIVATIVE:
+                    return False
+                touched.update(e.outvars)
         shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
         if len(shapes) != 1 or len(block.outputs) > len(block.inputs):
             return False
@@ -66,6 +71,13 @@ class Elementwise(Rule):
         if probe.gain < np.inf:
             return Verdict(True, "pointwise, with a derivative bounded away from zero")
         return Verdict(True, "pointwise; its derivative may vanish at some inputs, checked on values")
+
+    def keep(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        compact = block.once(_compact_form)
+        if compact is None:
+            return self.linearize(block, x, operands)
+        pullback = Partial(compact, compact.bits(x, operands), tuple(operands))
+        return block(x, operands), pullback
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         del factors
@@ -221,6 +233,154 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
             return False
         carries.update(eqn.outvars)
     return True
+
+
+# --- the derivative in a few bits -----------------------------------------------------------------
+
+
+class _Compact:
+    """A pullback whose Jacobian depends on the state through a few booleans only.
+
+    JAX keeps two floats per entry of max(x, y), because it differentiates them as comparisons of the
+    result with either operand. All that the Jacobian depends on is which of the two was larger: one bit.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], states: int, outputs: int, predicates: Any):
+        self.jaxpr, self.consts, self.states, self.outputs = jaxpr, consts, states, outputs
+        self.chosen = [v for v, (kind, _) in predicates.items() if kind == "bit"]
+        self.predicates = predicates
+        self.for_bits = needed_for(jaxpr.eqns, self.chosen)
+        entries = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+        self.for_entries = needed_for(jaxpr.eqns, entries, known=predicates)
+
+    def _env(self, x: Sequence[Any] | None, operands: Sequence[Any]) -> dict[Any, Any]:
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        invars = self.jaxpr.invars
+        if x is not None:
+            env.update(zip(invars[: self.states], x, strict=True))
+        env.update(zip(invars[self.states :], operands, strict=True))
+        return env
+
+    def bits(self, x: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """The booleans that are kept."""
+        env = self._env(x, operands)
+        graph.run(self.for_bits, env)
+        return [env[v] for v in self.chosen]
+
+    def __call__(self, bits: Sequence[Any], operands: Sequence[Any], h: Sequence[Any]) -> State:
+        """The pullback."""
+        env = self._env(None, operands)
+        env.update(zip(self.chosen, bits, strict=True))
+        for v, (kind, of) in self.predicates.items():
+            if kind == "same":
+                env[v] = env[of]
+            elif kind == "opposite":
+                env[v] = ~env[of]
+        graph.run(self.for_entries, env)
+        entries = [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in self.jaxpr.outvars]
+        columns = [entries[i * self.outputs : (i + 1) * self.outputs] for i in range(self.states)]
+        return tuple(_sum([d * a for d, a in zip(column, h, strict=True)]) for column in columns)
+
+
+def needed_for(eqns: Sequence[Any], wanted: Sequence[Any], known: Any = ()) -> list[Any]:
+    """The equations that `wanted` needs, given the values of `known`."""
+    missing, kept = {v for v in wanted if v not in known}, []
+    for eqn in reversed(eqns):
+        if any(v in missing for v in eqn.outvars):
+            kept.append(eqn)
+            missing.update(v for v in eqn.invars if not isinstance(v, Literal) and v not in known)
+    return kept[::-1]
+
+
+def _compact_form(block: Block) -> _Compact | None:
+    """The Jacobian's entries as a jaxpr cut at its booleans, or None where it needs more than those."""
+    if any(e.primitive is compat.custom_vjp_call_p for e in block.eqns):
+        return None
+    x, operands = block.structs()
+    k = len(x)
+    shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
+    if len(shapes) != 1 or any(e.effects for e in block.eqns):
+        return None
+
+    def entries(*args: Any) -> list[Any]:
+        x, operands = args[:k], args[k:]
+        found: list[Any] = []
+        for i in range(k):
+            units = tuple(jnp.full_like(a, float(i == j)) for j, a in enumerate(x))
+            found += jax.jvp(lambda *x: block(x, operands), tuple(x), units)[1]
+        return found
+
+    flat = [*x, *operands]
+    jaxpr, consts = staging.flatten_calls(jax.make_jaxpr(entries)(*flat), flat)
+    predicates = _predicates(jaxpr, k)
+    if not predicates:
+        return None
+    return _Compact(jaxpr, tuple(consts), k, len(block.outputs), _related(jaxpr, consts, k, predicates))
+
+
+def _predicates(jaxpr: Any, states: int) -> list[Any] | None:
+    """The booleans through which alone the outputs depend on the state; None if there is another way."""
+    depends = set(jaxpr.invars[:states])
+    producer = {}
+    for eqn in jaxpr.eqns:
+        producer.update((v, eqn) for v in eqn.outvars)
+        if any(not isinstance(v, Literal) and v in depends for v in eqn.invars):
+            depends.update(eqn.outvars)
+    shape = jaxpr.invars[0].aval.shape
+    found: dict[Any, None] = {}
+    pending = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+    seen: set[Any] = set()
+    while pending:
+        v = pending.pop()
+        if v in seen or v not in depends:
+            continue
+        seen.add(v)
+        if v.aval.dtype == np.bool_ and v.aval.shape == shape:
+            found[v] = None
+        elif v not in producer:
+            return None
+        else:
+            pending += [u for u in producer[v].invars if not isinstance(u, Literal)]
+    return [v for e in jaxpr.eqns for v in e.outvars if v in found]
+
+
+def _related(jaxpr: Any, consts: Sequence[Any], states: int, predicates: Sequence[Any]) -> dict[Any, Any]:
+    """Which booleans follow from which, as far as probes show: (kind, of what).
+
+    Probes are generic inputs, and ties (equal states, zeros) as long as the Jacobian is regular there;
+    where it is singular there is no vijp, and the pullback of one side of the tie serves as well.
+    """
+    rng = np.random.default_rng(0)
+    invars = jaxpr.invars
+    generic = [_inputs(v.aval.dtype, rng) for v in invars[:states]]
+    shown = [*predicates, *jaxpr.outvars]
+    program = Program(jaxpr.replace(outvars=shown, debug_info=None), tuple(consts), states, 0, False)
+    samples = []
+    for x in (generic, [generic[0]] * states, [np.zeros_like(a) for a in generic]):
+        others = [_samples(v.aval, rng) for v in invars[states:]]
+        values = np.stack(_pointwise(program, [*x, *others], rng), -1)
+        entries = values[:, len(predicates) :]
+        outputs = entries.shape[-1] // states
+        jacobian = np.moveaxis(entries.reshape(-1, states, outputs), 1, 2)
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(jacobian).all((-2, -1))
+            sizes = np.linalg.svd(np.where(finite[:, None, None], jacobian, 0), compute_uv=False)
+        regular = finite & (sizes[:, -1] > 1e-14 * sizes[:, 0])
+        samples.append(values[regular, : len(predicates)] > 0.5)
+    table = np.concatenate(samples)
+    relations: dict[Any, Any] = {}
+    for i, v in enumerate(predicates):
+        column = table[:, i]
+        chosen = [(j, u) for j, u in enumerate(predicates[:i]) if relations[u][0] == "bit"]
+        same = next((u for j, u in chosen if (table[:, j] == column).all()), None)
+        opposite = next((u for j, u in chosen if (table[:, j] != column).all()), None)
+        if same is not None:
+            relations[v] = ("same", same)
+        elif opposite is not None:
+            relations[v] = ("opposite", opposite)
+        else:
+            relations[v] = ("bit", None)
+    return relations
 
 
 # --- probing --------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ Overlapping sums are convolutions with a kernel of ones, solved as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from .. import compat
 from ..errors import SingularError
@@ -99,11 +100,19 @@ class Extremes(Rule):
             {e.primitive for e in block.eqns} == {lax.reduce_max_p, lax.reduce_min_p}
             and len(block.eqns) == len(block.outputs) == 2
             and block.eqns[0].params["axes"] == block.eqns[1].params["axes"]
+            and len(block.eqns[0].params["axes"]) == 1
             and block.sizes[0] == block.sizes[1]
         )
 
     def verdict(self, block: Block) -> Verdict:
         return Verdict(True, "sorts pairs")
+
+    def keep(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        """One bit per pair: whether its first was the larger."""
+        (axis,) = block.eqn.params["axes"]
+        first, second = (lax.index_in_dim(x[0], i, axis, keepdims=False) for i in range(2))
+        largest = block.eqns[0].primitive is lax.reduce_max_p
+        return block(x, operands), Partial(_Unsort(axis, largest), first >= second)
 
     def _rows(self, block: Block, kept: Any) -> list[Any]:
         return [rows for (rows,) in pull_back_units(block, kept)]
@@ -126,6 +135,21 @@ class Extremes(Rule):
                 SingularError,
             )
         ]
+
+
+class _Unsort(NamedTuple):
+    """The pullback of Extremes, from one bit per pair."""
+
+    axis: int
+    largest_first: bool
+
+    def __call__(self, first_is_larger: Any, h: State) -> State:
+        larger, smaller = h if self.largest_first else h[::-1]
+        pair = [
+            jnp.where(first_is_larger, larger, smaller),
+            jnp.where(first_is_larger, smaller, larger),
+        ]
+        return (jnp.stack(pair, self.axis),)
 
 
 def _axes(block: Block) -> list[Axis]:
