@@ -16,7 +16,7 @@ import jax
 
 from .planning import Segment
 from .segments import Plain
-from .walks import Env, Gradients, Walk, add_gradients, hold
+from .walks import Env, Gradients, Walk, add_gradients, as_cotangent, hold
 
 
 def forward(segments: Sequence[Segment], fixed: Env, x: Env, results: frozenset[Any]) -> list[Any]:
@@ -66,6 +66,7 @@ def walk_back_and_forth(
     walk: Walk, fixed: Env, kept: list[Any], start: Env, h: Env
 ) -> tuple[Gradients, list[Any]]:
     """One walk: down with h alone, and up again with x and h side by side."""
+    h.update((v, as_cotangent(v, a)) for v, a in h.items())
     with jax.named_scope("phase_2"):
         memos, samples, gradients = walk.phase_two(fixed, kept, h)
     if not walk.end:

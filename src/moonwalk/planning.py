@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ from .registry import Gain
 from .residuals import Residual, nbytes
 from .scans import ScanStep
 from .segments import Plain, live_bytes
-from .trunk import Fork, Node, Trunk
+from .trunk import Node, Trunk
+from .twins import cotangent_dtype
 from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, _restricted
 
 Segment = Walk | Plain
@@ -96,7 +97,7 @@ class Options:
     limit: float  # how far error may grow between exact cotangents
     anchor_every: int | None = None
     certify: bool = False
-    hints: dict[str, int] = field(default_factory=dict)
+    precision: Any = None  # of the cotangents' chain; None: as the gains ask for
 
 
 # --- sources ----------------------------------------------------------------------------------------
@@ -127,6 +128,12 @@ def plan_walk(
     growth = planner.settle()
     walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
     walk.growth = planner.largest_growth
+    if not prefix:
+        # Where nothing is lost the ambient precision is right; elsewhere rounding would grow.
+        precise = lax.Precision.HIGHEST if walk.growth > 1 else None
+        precision = precise if options.precision is None else options.precision
+        if precision is not None:
+            walk.in_precision(precision)
     return walk, growth
 
 
@@ -790,8 +797,8 @@ def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, f
     """A method's settings on this network, and its tolerance."""
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
-    limit = max(1.0, tolerance / float(jnp.finfo(dtype).eps))
-    return Options(limit, method.anchor_every, certify), tolerance
+    limit = max(1.0, tolerance / float(jnp.finfo(cotangent_dtype(dtype)).eps))
+    return Options(limit, method.anchor_every, certify, method.walk_precision), tolerance
 
 
-__all__ = ["Choice", "Fork", "Options", "choose_segments", "node_costs", "options_for", "plan_walk"]
+__all__ = ["Choice", "Options", "choose_segments", "node_costs", "options_for", "plan_walk"]

@@ -119,6 +119,7 @@ class Residual:
         self.remade = needed(self.jaxpr.eqns, [v for v in unkept if not isinstance(v, Literal)])
         shown = [v for v in self.y if not isinstance(v, Literal)]
         self.for_y = needed(self.jaxpr.eqns, shown, effects=True)
+        self.for_all = needed(self.jaxpr.eqns, [*shown, *self.distinct], effects=True)
 
     @property
     def bytes(self) -> int:
@@ -128,7 +129,7 @@ class Residual:
     def forward(self, x: Sequence[Any], operands: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         """(y, what is kept)."""
         env = self._env([*x, *operands])
-        graph.run(self.for_y if self.from_state else self.jaxpr.eqns, env)
+        graph.run(self.for_y if self.from_state else self.for_all, env)
         y = tuple(_read(env, v) for v in self.y)
         if self.from_state:
             return y, [env[self.jaxpr.invars[i]] for i in self.moving]

@@ -22,7 +22,7 @@ from .partition import active_variables, is_differentiable
 from .residuals import nbytes
 from .sides import DataSide, WeightSide
 from .trunk import Node, Trunk
-from .walks import Env, Gradients, Step, Swept, Walk
+from .walks import Env, Gradients, Step, Swept, Walk, as_cotangent
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -190,6 +190,10 @@ class ScanStep(Step):
     def is_stem(self) -> bool:
         return False  # a scan over the data itself still walks its layers
 
+    def in_precision(self, precision: Any) -> None:
+        """Do the products of the cotangents' chain in a precision of their own."""
+        self.walk.in_precision(precision)
+
     # -- bytes -----------------------------------------------------------------------------------
     @property
     def layer_bytes(self) -> int:
@@ -299,7 +303,8 @@ class ScanStep(Step):
         h_last = []
         for j in body.active:
             found = h.pop(outs[j], None)
-            h_last.append(jnp.zeros_like(_like(self.ins[j])) if found is None else found)
+            found = compat.full(self.ins[j].aval, 0.0) if found is None else found
+            h_last.append(as_cotangent(self.ins[j], found))
         out_carry, out_ys = body.outputs
 
         def step(carry: Any, inputs: Any) -> Any:
@@ -531,10 +536,6 @@ class ScanStep(Step):
             if a is not None:
                 gradients[v] = a if v not in gradients else gradients[v] + a
         return gradients
-
-
-def _like(v: Any) -> Any:
-    return compat.full(v.aval, 0.0)
 
 
 _COSTLY = (

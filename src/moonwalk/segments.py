@@ -106,7 +106,7 @@ class Plain:
             hold((h, [v for v in self.outputs if v in h]), (box, ["kept"]))
         operands = [fixed.get(v) for v in self.operands]
         pullback = self.residual.restore(box["kept"], operands)
-        h_inputs, gradients = pullback([h.pop(v) for v in self.outputs])
+        h_inputs, gradients = pullback([h.pop(v).astype(v.aval.dtype) for v in self.outputs])
         h.update(zip(self.inputs, h_inputs, strict=True))
         hold((h, list(self.inputs)))
         return dict(zip(self.weights, gradients, strict=True))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from . import certificate
+from . import certificate, twins
 from .graph import Block
 from .registry import Gain
 from .residuals import Residual, nbytes
@@ -101,41 +101,74 @@ class BlockStep(Step):
     """A node that is one block."""
 
     residual: Residual
-    inner: Block  # the block that the rule sees: inputs that are not walked through are operands
+    twin: Block  # the block that cotangents go through: in more precision where that is asked for
+    inner: Block  # of that, what the rule sees: inputs that are not walked through are operands
+    precision: Any = None
 
     def __post_init__(self) -> None:
+        self._linearise()
+
+    def in_precision(self, precision: Any) -> None:
+        """Do the products of the cotangents' chain in a precision of their own."""
+        if any(e.primitive in twins.PRODUCTS for e in self.block.eqns):
+            self.precision = precision
+            self._linearise()
+
+    def _linearise(self) -> None:
         block = self.block
         x, operands = block.structs()
         kinds = self.trunk.kinds(block.operands)
-        self.inner = _restricted(block, self.through) if self.source == "vijp" else block
+        self.twin = twin = self._make_twin()
+        places = [block.inputs.index(v) for v in self.through]
+        through = [twin.inputs[i] for i in places]
+        self.inner = _restricted(twin, through) if self.source == "vijp" else twin
         rule, inner = self.node.rule, self.inner
 
         def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
+            y = block(x, operands)
+            if not block.inputs:
+                return y, (None, None)
+            values = _cast((*twin.inputs, *twin.operands), (*x, *operands))
+            wide = [values[v] for v in twin.operands]
+
+            def run(*x: Any) -> Any:
+                return twin(x, wide)
+
             if self.source != "vijp":
-                if not block.inputs:
-                    return block(x, operands), (None, None)
-                y, pullback = jax.vjp(lambda *x: block(x, operands), *x)
-                return y, (None, pullback)
+                return y, (None, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
             assert rule is not None
-            values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-            y, kept = rule.keep(
+            own, kept = rule.keep(
                 inner, tuple(values[v] for v in inner.inputs), [values[v] for v in inner.operands]
             )
-            if inner is block and rule.keeps_pullback:
+            y = own if twin is block else y
+            if inner is twin and rule.keeps_pullback:
                 return y, (kept, None)
-            return y, (kept, jax.vjp(lambda *x: block(x, operands), *x)[1])
+            return y, (kept, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
 
         self.residual = Residual(linearize, x, operands, kinds, rerun=not self.node.effects)
+
+    def _make_twin(self) -> Block:
+        block = self.block
+        if twins.is_narrow(block):
+            return twins.widened(block) or block
+        return block if self.precision is None else twins.precise(block, self.precision)
 
     @property
     def kept_bytes(self) -> int:
         return self.residual.bytes
 
     def prepare(self, fixed: Env) -> Any:
-        if self.source != "vijp" or not all(v in fixed for v in self.inner.operands):
+        return self._prepare(fixed) if self.source == "vijp" else None
+
+    def _prepare(self, env: Env) -> Any:
+        """Factors, or None where an operand is not at hand."""
+        rule, block, twin = self.node.rule, self.block, self.twin
+        assert rule is not None
+        known = dict(zip((*twin.inputs, *twin.operands), (*block.inputs, *block.operands), strict=True))
+        if not all(known[v] in env for v in self.inner.operands):
             return None
-        assert self.node.rule is not None
-        return self.node.rule.prepare(self.inner, [fixed[v] for v in self.inner.operands])
+        values = _cast(self.inner.operands, [env[known[v]] for v in self.inner.operands])
+        return rule.prepare(self.inner, [values[v] for v in self.inner.operands])
 
     def keep(self, fixed: Env, x: Env) -> Any:
         block, operands = self.block, self.operands(x, fixed)
@@ -154,8 +187,9 @@ class BlockStep(Step):
             return memo, self._gradients(fixed, {}, arriving)[1]
         operands = self.operands({}, fixed)
         ours, pullback = self.residual.restore(kept, operands)
-        leaving = (ours if pullback is None else pullback)(arriving)
-        h.update(zip(block.inputs, leaving, strict=True))
+        wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.twin.outputs, strict=True))
+        leaving = (ours if pullback is None else pullback)(wide)
+        h.update((v, as_cotangent(v, a)) for v, a in zip(block.inputs, leaving, strict=True))
         return memo, {}
 
     def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
@@ -166,10 +200,9 @@ class BlockStep(Step):
             rule = self.node.rule
             assert rule is not None
             ours, _ = self.residual.restore(kept, self.operands({}, fixed))
-            if factors is None:
-                values = {**fixed, **x}
-                factors = rule.prepare(self.inner, [values[v] for v in self.inner.operands])
-            leaving = rule.vijp(self.inner, factors, ours, tuple(h[v] for v in self.inner.inputs))
+            factors = self._prepare({**fixed, **x}) if factors is None else factors
+            wide = [h[v].astype(t.aval.dtype) for v, t in zip(self.through, self.inner.inputs, strict=True)]
+            leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
         elif self.source == "given":
             leaving = tuple(h[v] for v in block.outputs)
         else:
@@ -188,20 +221,43 @@ class BlockStep(Step):
         block, weights = self.block, self.node.weights
         operands = dict(zip(block.operands, self.operands(x, fixed), strict=True))
         state = [x[v] for v in block.inputs]
+        shown = (*block.outputs, *block.exports)
+        if h is None:
+            return block.values(shown, state, [operands[v] for v in block.operands]), {}
+        # The user's own precision: a gradient is one product away from its cotangent.
+        twin = self.twin if twins.is_narrow(block) else block
+        at = [block.operands.index(v) for v in weights]
+        values = _cast((*twin.inputs, *twin.operands), (*state, *(operands[v] for v in block.operands)))
 
-        def run(*values: Any) -> Any:
-            operands.update(zip(weights, values, strict=True))
-            out = block.values(
-                (*block.outputs, *block.exports), state, [operands[v] for v in block.operands]
+        def run(*new: Any) -> Any:
+            values.update(zip((twin.operands[i] for i in at), new, strict=True))
+            out = twin.values(
+                (*twin.outputs, *twin.exports),
+                [values[v] for v in twin.inputs],
+                [values[v] for v in twin.operands],
             )
             return out[: len(block.outputs)], out[len(block.outputs) :]
 
-        values = [operands[v] for v in weights]
-        if h is None:
-            y, exports = run(*values)
-            return (*y, *exports), {}
-        y, pullback, exports = jax.vjp(run, *values, has_aux=True)
-        return (*y, *exports), dict(zip(weights, pullback(tuple(h)), strict=True))
+        y, pullback, exports = jax.vjp(run, *(values[twin.operands[i]] for i in at), has_aux=True)
+        arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True))
+        found = {v: g.astype(v.aval.dtype) for v, g in zip(weights, pullback(arriving), strict=True)}
+        out = (*y, *exports)
+        if twin is not block:
+            out = block.values(shown, state, [operands[v] for v in block.operands])
+        return out, found
+
+
+def _cast(variables: Sequence[Any], values: Sequence[Any]) -> Env:
+    """Values by variable, in the variables' dtypes."""
+    return {
+        v: a if a is None or a.dtype == v.aval.dtype else a.astype(v.aval.dtype)
+        for v, a in zip(variables, values, strict=True)
+    }
+
+
+def as_cotangent(v: Any, h: Any) -> Any:
+    """A cotangent of a variable in the dtype that walks give it."""
+    return h.astype(twins.cotangent_dtype(v.aval.dtype))
 
 
 def _restricted(block: Block, through: Sequence[Any]) -> Block:
@@ -319,6 +375,12 @@ class Walk:
     def swept(self) -> int:
         """How many steps the sweep takes."""
         return self.end
+
+    def in_precision(self, precision: Any) -> None:
+        """Do the products of the cotangents' chain in a precision of their own."""
+        for step in self.steps:
+            if hasattr(step, "in_precision"):
+                step.in_precision(precision)
 
     @property
     def seeds(self) -> tuple[Any, ...]:
