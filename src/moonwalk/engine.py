@@ -174,6 +174,7 @@ def plan(
         # Measured gains drift with the weights: such a walk carries its own check.
         options.certify = True
         choice = planning.choose_segments(whole, options, costs, book)
+    tolerance = planning.tolerance_of(whole, method, choice.segments, tolerance)
     described = plans.describe(
         whole,
         choice,

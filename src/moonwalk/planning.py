@@ -32,7 +32,7 @@ from .residuals import Residual, nbytes
 from .scans import ScanStep
 from .segments import Plain, live_bytes
 from .trunk import Node, Trunk
-from .twins import cotangent_dtype
+from .twins import PRODUCTS, cotangent_dtype
 from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, _restricted
 
 Segment = Walk | Plain
@@ -791,6 +791,29 @@ def state_dtype(cut: Trunk) -> Any:
     dtypes = {v.aval.dtype for n in cut.nodes for v in n.block.outputs if v.aval.size > 1}
     found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return max(found, key=lambda d: float(jnp.finfo(d).eps), default=jnp.dtype(jnp.float32))
+
+
+def runs_in_tf32(cut: Trunk) -> bool:
+    """Whether products of float32 run in TF32: by default they do, on a GPU."""
+    if jax.default_backend() != "gpu" or state_dtype(cut) != jnp.float32:
+        return False
+    products = [e for n in cut.nodes for e in _flat_equations(n.block.eqns) if e.primitive in PRODUCTS]
+    return any(e.params["precision"] in (None, (lax.Precision.DEFAULT,) * 2) for e in products)
+
+
+def _flat_equations(eqns: Iterable[Any]) -> Iterable[Any]:
+    for e in eqns:
+        yield e
+        if e.primitive is lax.scan_p:
+            yield from _flat_equations(compat.open_jaxpr(e.params["jaxpr"])[0].eqns)
+
+
+def tolerance_of(cut: Trunk, method: Moonwalk, segments: Sequence[Segment], planned: float) -> float:
+    """What a certificate is held to: a walk that loses nothing runs in the ambient precision."""
+    lossless = all(s.growth <= 1 for s in segments if isinstance(s, Walk))
+    if method.tolerance is None and method.walk_precision is None and lossless and runs_in_tf32(cut):
+        return max(planned, 1e-2)
+    return planned
 
 
 def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, float]:

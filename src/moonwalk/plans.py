@@ -12,11 +12,11 @@ from .planning import Choice, NodeCost
 from .registry import Gain
 from .residuals import nbytes
 from .scans import ScanStep
-from .segments import Plain
+from .segments import Plain, live_bytes
 from .trunk import Node, Trunk
 from .walks import ForkStep, Step, Walk
 
-WORKING = 4  # activations alive at once besides what is kept: x, h, and one more of each on the way
+WORKING = 3  # activations alive at once besides what is kept and the state itself: h, and both anew
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def describe(
                 rows += _step_rows(step, costs[segment.start + i])
         else:
             rows += _plain_rows(segment, costs)
-    largest = largest_state(cut)
+    working = max(live_bytes(cut), default=0) + WORKING * largest_state(cut)
     walks = [s for s in choice.segments if isinstance(s, Walk)]
     steps = [s for w in walks for s in _all_steps(w)]
     return Plan(
@@ -155,9 +155,9 @@ def describe(
         method=method,
         tolerance=tolerance,
         kept_bytes=choice.kept,
-        peak_bytes=choice.total - _seed_bytes(choice) + WORKING * largest,
-        backprop_bytes=sum(c.backprop for c in costs) + WORKING * largest,
-        checkpoint_bytes=plain.total + WORKING * largest,
+        peak_bytes=choice.total - _seed_bytes(choice) + working,
+        backprop_bytes=sum(c.backprop for c in costs) + working,
+        checkpoint_bytes=plain.total + working,
         weight_side_bytes=weight_side_bytes,
         walked=sum(s.source == "vijp" and not isinstance(s, ScanStep) for s in steps),
         anchors=sum(s.source == "anchor" and not s.is_stem for s in steps if not isinstance(s, ScanStep))

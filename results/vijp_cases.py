@@ -1,6 +1,6 @@
 """Checks every case of tests/cases.py on the device that JAX finds, and writes what it saw.
 
-    PYTHONPATH=src:tests python results/operator.py results/operator-<device>.json [commit]
+    PYTHONPATH=src:tests python results/vijp_cases.py results/vijp_cases-<device>.json [commit]
 
 Compiled, in float64; in float32 with true float32 products; and in float32 as JAX multiplies by default
 (TF32 on recent GPUs), where the cotangent that is to be recovered is itself only that exact.
