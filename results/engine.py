@@ -142,23 +142,23 @@ def loop_memory(rows: int, layers: int = 64) -> dict[str, Any]:
     }
 
 
-# --- the U-Net ------------------------------------------------------------------------------------------
+# --- the U-Net ---------------------------------------------------------------------------------------
 
 
-def unet(ws: Any, x: Any, t: Any, checkpoint: bool = False, levels: int = 3, per_level: int = 6) -> Any:
+def unet(ws: Any, x: Any, t: Any, checkpoint: bool = False, levels: int = 3, deep: int = 6) -> Any:
     """Isometric layers; rows halve by taking every other, and double by repetition."""
     step = jax.checkpoint(layer) if checkpoint else layer
     weights, skips = iter(ws), []
     for _ in range(levels):
-        for _ in range(per_level):
+        for _ in range(deep):
             x = step(x, next(weights))
         skips.append(x)
         x = x.reshape(x.shape[0] // 2, 2, -1)[:, 0]
-    for _ in range(per_level):
+    for _ in range(deep):
         x = step(x, next(weights))
     for _ in range(levels):
         x = jnp.repeat(x, 2, axis=0) + skips.pop()
-        for _ in range(per_level):
+        for _ in range(deep):
             x = step(x, next(weights))
     return head(x, t)
 
@@ -173,7 +173,7 @@ def unet_memory(rows: int) -> dict[str, Any]:
     }
 
 
-# --- networks that cannot be walked -----------------------------------------------------------------------
+# --- networks that cannot be walked ------------------------------------------------------------------
 
 
 def layer_norm(x: Any) -> Any:
@@ -218,9 +218,7 @@ def plain(name: str) -> dict[str, Any]:
         return jnp.mean((x - t) ** 2)
 
     keys = iter(jax.random.split(jax.random.key(0), layers * len(shapes) + 2))
-    ps = [
-        tuple(jax.random.normal(next(keys), s) / s[0] ** 0.5 for s in shapes) for _ in range(layers)
-    ]
+    ps = [tuple(jax.random.normal(next(keys), s) / s[0] ** 0.5 for s in shapes) for _ in range(layers)]
     args = ps, jax.random.normal(next(keys), shape), jax.random.normal(next(keys), shape)
     programs = {
         "moonwalk": compiled(mw.value_and_grad(loss), *args),
@@ -242,7 +240,7 @@ def _largest(loss: Any, args: Any) -> float:
     return max(v.aval.size * 4 for e in jaxpr.eqns for v in e.outvars) / MIB
 
 
-# --- time ---------------------------------------------------------------------------------------------------
+# --- time --------------------------------------------------------------------------------------------
 
 
 def orthogonal(layers: int) -> Any:

@@ -102,7 +102,7 @@ class Chain:
     def alarms(self, tape: Tape) -> list[Alarm]:
         """Everything that may be wrong with the values on the tape."""
         return [
-            replace(alarm, place=f"{alarm.place}\n  {_place(block)}")
+            replace(alarm, place=f"{alarm.place}\n  {place(block)}")
             for (block, rule, _), (factors, kept) in zip(self.links, tape, strict=True)
             for alarm in rule.alarms(block, factors, kept)
         ]
@@ -180,7 +180,7 @@ def describe_types(variables: Iterable[Any]) -> str:
     return ", ".join(graph.type_of(v) for v in variables)
 
 
-def _place(block: Block) -> str:
+def place(block: Block) -> str:
     return f"in {describe_equation(block.eqn)}, at {compat.source_line(block.eqn)}"
 
 

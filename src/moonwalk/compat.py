@@ -85,6 +85,7 @@ __all__ = [
     "full",
     "is_concrete",
     "label",
+    "literal",
     "mlir",
     "name_p",
     "not_mapped",
@@ -123,6 +124,11 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX >= 0.11: flat trees of consts, carry, xs
     return len(list(consts)), len(list(carry))
+
+
+def literal(atom: Any) -> Any:
+    """A literal as an array of its type."""
+    return jax.numpy.asarray(atom.val, atom.aval.dtype)
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import certificate, compat, graph, phases, planning, plans, staging, trunk
+from . import certificate, checks, compat, graph, phases, planning, plans, staging, trunk
 from .certificate import Certificate
 from .compat import Literal
 from .errors import EffectError
@@ -114,7 +114,7 @@ class Engine:
                 self.data_side.run(fixed, effects=True)
                 self.weight_side.run(fixed, effects=True)
             saved = phases.forward(self.segments, fixed, x, self.results)
-            out = [_read({**fixed, **x}, v) for v in jaxpr.outvars]
+            out = [graph.read({**fixed, **x}, v) for v in jaxpr.outvars]
             h: dict[Any, Any] = {}
             if self.cut.outputs:
                 h[self.cut.outputs[0]] = jnp.ones_like(out[0])
@@ -135,15 +135,11 @@ class Engine:
         def run(leaves: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, list[Any]]:
             env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*leaves, *rest), strict=True))
             graph.run(jaxpr.eqns, env)
-            out = [_read(env, v) for v in jaxpr.outvars]
+            out = [graph.read(env, v) for v in jaxpr.outvars]
             return out[0], out
 
         (_, out), gradients = jax.value_and_grad(run, has_aux=True)(list(flat[:count]), flat[count:])
         return out, gradients
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
 
 
 def plan(
@@ -174,6 +170,9 @@ def plan(
         # Measured gains drift with the weights: such a walk carries its own check.
         options.certify = True
         choice = planning.choose_segments(whole, options, costs, book)
+    if values is not None:
+        for walk in (s for s in choice.segments if isinstance(s, Walk)):
+            checks.heed(None, planning.weight_alarms(walk, [values]), None)
     tolerance = planning.tolerance_of(whole, method, choice.segments, tolerance)
     described = plans.describe(
         whole,

@@ -22,6 +22,7 @@ from .methods import Moonwalk
 from .plans import Plan
 
 Method = Moonwalk | Plan
+_DEFAULT = Moonwalk()
 
 
 def value_and_grad(
@@ -29,7 +30,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    method: Method = Moonwalk(),
+    method: Method = _DEFAULT,
     certify: bool = False,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` without keeping the activations.
@@ -40,20 +41,20 @@ def value_and_grad(
     recomputed, whichever keeps less; `moonwalk.plan` says which, and why.
 
     Calling convention, results and errors are those of `jax.value_and_grad`. The function is traced, so
-    it must not look at the *values* of differentiated arguments. Under `jax.grad` or `jax.jvp` the result
-    is differentiated as `jax.value_and_grad` would be.
+    it must not look at the *values* of differentiated arguments. Under `jax.grad` or `jax.jvp` the
+    result is differentiated as `jax.value_and_grad` would be.
 
     **Arguments:**
 
     - `fun`: returns a real scalar, or with `has_aux` a pair of it and anything.
-    - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are network
-        inputs in `Moonwalk(inputs=...)`.
+    - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are
+        network inputs in `Moonwalk(inputs=...)`.
     - `has_aux`: whether `fun` returns auxiliary data.
     - `method`: `moonwalk.Moonwalk(...)`, or a plan that `moonwalk.plan` returned.
     - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
 
-    **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with `has_aux`,
-    and with `certify` the certificate as a third.
+    **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with
+    `has_aux`, and with `certify` the certificate as a third.
 
     **Example:**
 
@@ -80,13 +81,13 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    method: Method = Moonwalk(),
+    method: Method = _DEFAULT,
     certify: bool = False,
 ) -> Callable[..., Any]:
     """`jax.grad` without keeping the activations; see `moonwalk.value_and_grad`.
 
-    **Returns:** a function that returns `gradients`, or `(gradients, aux)` with `has_aux`; with `certify`
-    followed by the certificate.
+    **Returns:** a function that returns `gradients`, or `(gradients, aux)` with `has_aux`; with
+    `certify` followed by the certificate.
 
     **Example:**
 
@@ -109,15 +110,15 @@ def grad(
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    method: Moonwalk = Moonwalk(),
+    method: Moonwalk = _DEFAULT,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """How `moonwalk.value_and_grad(fun)` differentiates at these arguments.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. Where they are concrete, gains that a trace cannot bound are
-    measured on them; handed to `method=`, the plan carries them into `jit`.
+    Arguments may be `jax.ShapeDtypeStruct`s. Where they are concrete, gains that a trace cannot bound
+    are measured on them; handed to `method=`, the plan carries them into `jit`.
 
     **Example:**
 
@@ -147,6 +148,9 @@ _advised: set[Any] = set()
 
 class _Call:
     """One call of a differentiated function: its arguments, flattened and sorted."""
+
+    aux_tree: Any = None
+    aux_static: list[Any]  # of each auxiliary leaf: None where it is an array, else (leaf,)
 
     def __init__(
         self, name: str, fun: Any, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: Any
@@ -262,7 +266,7 @@ class _Call:
         staged = self.stage(method.inputs)
         consts = staged.staged.consts
         structs = any(isinstance(a, jax.ShapeDtypeStruct) for a in (*self.leaves, *self.others))
-        if not gains and not structs and compat.is_concrete(self.leaves):
+        if not structs and compat.is_concrete(self.leaves):
             jaxpr = staged.jaxpr
             known = zip(
                 (*jaxpr.invars, *jaxpr.constvars), (*self.leaves, *self.others, *consts), strict=True
@@ -304,9 +308,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) or isinstance(
-        leaf, compat.Tracer
-    )
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct | compat.Tracer)
 
 
 def _type(leaf: Any) -> str:

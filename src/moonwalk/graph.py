@@ -106,6 +106,11 @@ def struct(var: Any) -> jax.ShapeDtypeStruct:
     return compat.struct(var.aval)
 
 
+def read(env: Mapping[Any, Any], atom: Any) -> Any:
+    """The value of a variable, or of a literal as an array of its type."""
+    return compat.literal(atom) if isinstance(atom, Literal) else env[atom]
+
+
 def run(eqns: Iterable[JaxprEqn], env: dict[Any, Any]) -> None:
     """Evaluate equations, reading from and writing to `env`."""
     for eqn in eqns:

@@ -44,7 +44,10 @@ def _start_state(segment: Segment) -> tuple[Any, ...]:
 def reverse(
     segments: Sequence[Segment], fixed: Env, saved: list[Any], h: Env
 ) -> tuple[Gradients, tuple[list[Any], list[Any]]]:
-    """Phases II and III; (gradients, (sampled errors, those at the ends of walks)). `h` holds the outputs' cotangents, then those of the trunk's entry."""
+    """Phases II and III: (gradients, (sampled errors, those at the ends of walks)).
+
+    `h` holds the outputs' cotangents, and at the end those of the trunk's entry.
+    """
     gradients: Gradients = {}
     errors: list[Any] = []
     closures: list[Any] = []

@@ -2,14 +2,14 @@
 
 The decisions, in this order:
 
-1. *Sources* (`plan_walk`): if a stretch of nodes were walked, where would Phase III take each cotangent
+1. *Sources* (`plan_walk`): if some nodes in a row were walked, where would Phase III take each cotangent
    from? By vijp where a rule serves the node and its gain is known; from the kept copies at a fork; from
    an anchor elsewhere, and wherever the product of gains since the last exact cotangent exceeds
    tolerance / eps.
 2. *Segments* (`_segments`): walking a node costs what ∂y/∂x needs and its anchor, storing it costs all
-   its residuals, recomputing a stretch costs the state at its start, once, and all its residuals while it
-   is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few limits
-   on what a recomputed stretch may take.
+   its residuals, recomputing a stretch costs the state at its start, once, and all its residuals while
+   it is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few
+   limits on what a recomputed stretch may take.
 3. *Scans* (`_plan_scan`): the body is planned like a network, with anchors every K layers.
 """
 
@@ -18,16 +18,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import compat, graph, scans, trunk
+from . import chain, compat, graph, scans, trunk
 from .methods import Moonwalk
-from .registry import Gain
+from .registry import Alarm, Gain
 from .residuals import Residual, nbytes
 from .scans import ScanStep
 from .segments import Plain, live_bytes
@@ -227,10 +227,10 @@ class _Sources:
                 continue
             if all(v in self.given for v in outputs):
                 self.source[i] = "given"
-            elif self.gains[i] is None or i in self.forced or is_stem:
+            elif (gain := self.gains[i]) is None or i in self.forced or is_stem:
                 self.source[i] = "anchor"
-            elif self.gains[i].factor > self.options.limit and self.options.anchor_every is None:
-                self.forced[i] = _too_large(self.gains[i].factor)
+            elif gain.factor > self.options.limit and self.options.anchor_every is None:
+                self.forced[i] = _too_large(gain.factor)
                 self.source[i] = "anchor"
             elif isinstance(self.scan_steps.get(i), ScanStep):
                 self.source[i] = "vijp"
@@ -285,7 +285,7 @@ class _Sources:
         for i, node in enumerate(self.nodes):
             outputs = node.block.outputs
             if node.is_fork:
-                (v,), (kept, _, difference) = node.block.inputs, self.kept_copies[i]
+                (v,), (_, _, difference) = node.block.inputs, self.kept_copies[i]
                 for k, copy in enumerate(outputs):
                     growth[copy] = growth.get(v, Growth()) if k == difference else Growth()
                 continue
@@ -778,6 +778,20 @@ def _realise(
             inner = max((costs[k].transient for k in periods), default=0)
             transient = max(transient, plain.transient_bytes + inner)
     return Choice(segments, kept, transient)
+
+
+def weight_alarms(walk: Walk, envs: Sequence[Values]) -> Iterable[Alarm]:
+    """What the weights' values say against a walk: declarations that do not hold, zero pivots."""
+    for step in walk.steps:
+        if isinstance(step, ScanStep):
+            yield from weight_alarms(step.walk, _layer_values(step.node, step.body, envs) or ())
+        elif isinstance(step, BlockStep) and step.source == "vijp" and step.node.rule is not None:
+            block = _restricted(step.block, step.through)
+            for env in envs:
+                if all(v in env for v in block.operands):
+                    operands = [env[v] for v in block.operands]
+                    for alarm in step.node.rule.weight_alarms(block, operands):
+                        yield replace(alarm, place="\n  " + chain.place(block))
 
 
 def default_tolerance(dtype: Any) -> float:

@@ -103,7 +103,7 @@ def _table(plan: Plan) -> str:
         + ("; gains measured" if plan.measured else "")
     ]
     header = ("block", "mode", "kept", "M_x", "M_θ", "gain", "why", "source")
-    cells = [header]
+    cells: list[tuple[str, ...]] = [header]
     for r in plan.rows:
         times = f" ×{r.times}" if r.times > 1 else ""
         cells.append(

@@ -121,6 +121,11 @@ class Rule:
         del block, factors, kept
         return []
 
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        """Those of them that the weights alone decide: a zero pivot, a declaration that is not true."""
+        del block, operands
+        return []
+
 
 def pushforward(block: Block, pullback: Callable[..., Any], h: State) -> State:
     """J h, from the pullback h' ↦ h' J alone (its transpose); dtypes of the outputs."""

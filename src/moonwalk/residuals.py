@@ -130,7 +130,7 @@ class Residual:
         """(y, what is kept)."""
         env = self._env([*x, *operands])
         graph.run(self.for_y if self.from_state else self.for_all, env)
-        y = tuple(_read(env, v) for v in self.y)
+        y = tuple(graph.read(env, v) for v in self.y)
         if self.from_state:
             return y, [env[self.jaxpr.invars[i]] for i in self.moving]
         return y, [_packed(env[v]) for v in self.distinct]
@@ -145,7 +145,7 @@ class Residual:
             graph.run(self.remade, env)
             for v, value in zip(self.distinct, kept, strict=True):
                 env[v] = unpack(value, v.aval.shape) if v.aval.dtype == np.bool_ else value
-        return jax.tree.unflatten(self.tree, [_read(env, v) for v in self.leaves])
+        return jax.tree.unflatten(self.tree, [graph.read(env, v) for v in self.leaves])
 
     def _env(self, args: Sequence[Any]) -> dict[Any, Any]:
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
@@ -155,10 +155,6 @@ class Residual:
 
 def _packed(value: Any) -> Any:
     return pack(value) if value.dtype == np.bool_ else value
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
 
 
 def _descendants(eqns: Sequence[JaxprEqn], roots: Sequence[Any]) -> set[Any]:

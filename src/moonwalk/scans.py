@@ -89,7 +89,7 @@ def open_body(node: Node, fixed: frozenset[Any]) -> Body | str:
             known[var] = jnp.asarray(constant)
         found = block.declaration(outer)
         if found is not None and stacked:
-            found = found.moved(range(1, outer.aval.ndim))
+            found = found.moved(range(1, len(found.axes)))
         if found is not None and i not in carries:
             declarations[var] = found
         if not isinstance(outer, Literal) and outer in block.names:
@@ -221,7 +221,7 @@ class ScanStep(Step):
     def _inputs(self, fixed: Env, x: Env) -> tuple[list[Any], list[Any], list[Any]]:
         def value(v: Any) -> Any:
             if isinstance(v, Literal):
-                return jnp.asarray(v.val, v.aval.dtype)
+                return compat.literal(v)
             return fixed[v] if v in fixed else x.get(v)
 
         consts, carry, xs = self.body.groups([value(v) for v in self.eqn.invars])
@@ -267,12 +267,10 @@ class ScanStep(Step):
         return {v: a for v, a in values.items() if v in skip or v in self.ins}
 
     def _results(self, fixed: Env, x: Env) -> list[Any]:
-        return [
-            jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else x[v] if v in x else fixed[v]
-            for v in self.body.jaxpr.outvars
-        ]
+        known = {**fixed, **x}
+        return [graph.read(known, v) for v in self.body.jaxpr.outvars]
 
-    def _scan(self, step: Any, carry: Any, xs: Any, *, backward: bool = False, length: int) -> Any:
+    def _scan(self, step: Any, carry: Any, xs: Any, *, backward: bool = False, length: Any) -> Any:
         return lax.scan(step, carry, xs, length=length, reverse=self.reverse != backward)
 
     # -- the phases ------------------------------------------------------------------------------
@@ -568,7 +566,7 @@ def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[A
     block, (eqn,) = node.block, node.block.eqns
     num_consts, num_carry = compat.scan_counts(eqn)
     env = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-    values = [jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in eqn.invars]
+    values = [graph.read(env, v) for v in eqn.invars]
     consts, carry, xs = (
         values[:num_consts],
         values[num_consts : num_consts + num_carry],
@@ -581,9 +579,7 @@ def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[A
         env = dict(zip(inner.constvars, inner_consts, strict=True))
         env.update(zip(inner.invars, (*consts, *carry, *xs), strict=True))
         graph.run(inner.eqns, env)
-        out = [
-            jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in inner.outvars
-        ]
+        out = [graph.read(env, v) for v in inner.outvars]
         return out[:num_carry], out[num_carry:]
 
     if period == 1:

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from . import compat
 from .compat import JaxprEqn, Literal
 from .graph import Block
 
@@ -43,7 +44,9 @@ def precise(block: Block, precision: Any) -> Block:
 
 
 def _pair(precision: Any) -> Any:
-    return precision if isinstance(precision, lax.DotAlgorithmPreset) else (lax.Precision(precision),) * 2
+    return (
+        precision if isinstance(precision, lax.DotAlgorithmPreset) else (lax.Precision(precision),) * 2
+    )
 
 
 def _with(block: Block, eqns: tuple[JaxprEqn, ...]) -> Block:
@@ -107,6 +110,6 @@ def _wide_param(value: Any) -> Any:
 
 
 def _wide_literal(atom: Any) -> Any:
-    if isinstance(atom, Literal) and atom.aval.dtype == jnp.float16:
-        return Literal(jnp.float32(atom.val), atom.aval.update(dtype=jnp.dtype(jnp.float32)))
+    if isinstance(atom, Literal) and compat.literal(atom).dtype == jnp.float16:
+        return Literal(jnp.float32(atom.val), Wide(atom).aval)
     return atom

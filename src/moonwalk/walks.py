@@ -201,7 +201,9 @@ class BlockStep(Step):
             assert rule is not None
             ours, _ = self.residual.restore(kept, self.operands({}, fixed))
             factors = self._prepare({**fixed, **x}) if factors is None else factors
-            wide = [h[v].astype(t.aval.dtype) for v, t in zip(self.through, self.inner.inputs, strict=True)]
+            wide = [
+                h[v].astype(t.aval.dtype) for v, t in zip(self.through, self.inner.inputs, strict=True)
+            ]
             leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
         elif self.source == "given":
             leaving = tuple(h[v] for v in block.outputs)

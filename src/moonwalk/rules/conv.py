@@ -218,6 +218,9 @@ class Convolution(Rule):
         norm = jnp.linalg.norm(v)
         return float(jnp.linalg.norm(solved) / norm * jnp.linalg.norm(applied) / norm)
 
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        return self.alarms(block, self.prepare(block, operands), None)
+
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         plan, w = _plan(block), block.eqn.invars[1]
         assert isinstance(plan, Plan)

@@ -344,7 +344,9 @@ def _predicates(jaxpr: Any, states: int) -> list[Any] | None:
     return [v for e in jaxpr.eqns for v in e.outvars if v in found]
 
 
-def _related(jaxpr: Any, consts: Sequence[Any], states: int, predicates: Sequence[Any]) -> dict[Any, Any]:
+def _related(
+    jaxpr: Any, consts: Sequence[Any], states: int, predicates: Sequence[Any]
+) -> dict[Any, Any]:
     """Which booleans follow from which, as far as probes show: (kind, of what).
 
     Probes are generic inputs, and ties (equal states, zeros) as long as the Jacobian is regular there;
@@ -364,7 +366,7 @@ def _related(jaxpr: Any, consts: Sequence[Any], states: int, predicates: Sequenc
         jacobian = np.moveaxis(entries.reshape(-1, states, outputs), 1, 2)
         with np.errstate(all="ignore"):
             finite = np.isfinite(jacobian).all((-2, -1))
-            sizes = np.linalg.svd(np.where(finite[:, None, None], jacobian, 0), compute_uv=False)
+            sizes = np.linalg.svd(np.where(finite.reshape(-1, 1, 1), jacobian, 0), compute_uv=False)
         regular = finite & (sizes[:, -1] > 1e-14 * sizes[:, 0])
         samples.append(values[regular, : len(predicates)] > 0.5)
     table = np.concatenate(samples)

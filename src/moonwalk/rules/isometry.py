@@ -6,8 +6,10 @@ copying step before it (`chain`), and its pivot alone says nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -55,6 +57,10 @@ class Isometry(Rule):
     def gain(self, block: Block, operands: Any = None) -> Gain:
         del block, operands
         return Gain(1.0, mixes=True)
+
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        x = [compat.full(v.aval, 0.0) for v in block.inputs]  # a linear map: any state will do
+        return self.alarms(block, (), jax.vjp(lambda *x: block(x, operands), *x)[1])
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         """J Jᵀ u = u on a random u."""

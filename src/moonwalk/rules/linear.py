@@ -123,6 +123,9 @@ class Dense(Rule):
         w = operands[block.operands.index(layout.weight)]
         return pivot.gain(structure, _matrix(layout, w))
 
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        return self.alarms(block, self.prepare(block, operands), None)
+
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         layout = _layout(block)
         weight = f"the weight {block.name(layout.weight)}"
