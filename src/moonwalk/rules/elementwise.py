@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -356,7 +357,10 @@ def _related(
     invars = jaxpr.invars
     generic = [_inputs(v.aval.dtype, rng) for v in invars[:states]]
     shown = [*predicates, *jaxpr.outvars]
-    program = Program(jaxpr.replace(outvars=shown, debug_info=None), tuple(consts), states, 0, False)
+    watched = SimpleNamespace(
+        constvars=jaxpr.constvars, invars=invars, eqns=jaxpr.eqns, outvars=shown
+    )
+    program = Program(watched, tuple(consts), states, 0, False)
     samples = []
     for x in (generic, [generic[0]] * states, [np.zeros_like(a) for a in generic]):
         others = [_samples(v.aval, rng) for v in invars[states:]]
