@@ -213,9 +213,14 @@ network(
     [*orthogonals(3), orthogonal(8, 12), *orthogonals(3, 12), orthogonal(12, 16), *orthogonals(2, 16)],
     X,
 )
+network("gelu", network_of(lambda x, w: jax.nn.gelu(x @ w)), orthogonals(5), X, walked=None)
 network(
-    "gelu", network_of(lambda x, w: jax.nn.gelu(x @ w) + 0.1 * x), orthogonals(5), X, walked=None
-)  # not monotone
+    "gelu with a shortcut",
+    network_of(lambda x, w: jax.nn.gelu(x @ w) + 0.1 * x),
+    orthogonals(5),
+    X,
+    modes="fork",
+)
 network(
     "tanh",
     network_of(lambda x, w: jnp.tanh(0.5 * x @ mw.declare(w, "orthogonal"))),
@@ -263,7 +268,14 @@ network(
 network(
     "patchify inside",
     lambda p, x: square(
-        leaky(conv(network_of(lambda x, w: leaky(conv(x, w, 1, (0, 0))), lambda x: x)(p["body"], x), p["patch"], 2, (0, 0)))
+        leaky(
+            conv(
+                network_of(lambda x, w: leaky(conv(x, w, 1, (0, 0))), lambda x: x)(p["body"], x),
+                p["patch"],
+                2,
+                (0, 0),
+            )
+        )
     ),
     {
         "body": [general(4, seed=i).reshape(1, 1, 4, 4) for i in range(6)],
@@ -367,7 +379,9 @@ network(
 )
 network(
     "two towers multiplied",
-    lambda p, x, y: square(network_of(turn, lambda x: x)(p[0], x) * network_of(turn, lambda x: x)(p[1], y)),
+    lambda p, x, y: square(
+        network_of(turn, lambda x: x)(p[0], x) * network_of(turn, lambda x: x)(p[1], y)
+    ),
     (orthogonals(6), orthogonals(6, seed=20)),
     X,
     Y,
@@ -379,7 +393,10 @@ network(
 network(
     "LayerNorm MLP",
     network_of(lambda x, p: leaky(layer_norm(x @ p["w"], p["scale"], p["bias"]))),
-    [{"w": w, "scale": jnp.linspace(0.5, 1.5, WIDTH), "bias": normal(WIDTH, seed=i)} for i, w in enumerate(orthogonals(5))],
+    [
+        {"w": w, "scale": jnp.linspace(0.5, 1.5, WIDTH), "bias": normal(WIDTH, seed=i)}
+        for i, w in enumerate(orthogonals(5))
+    ],
     X,
 )
 
@@ -398,7 +415,10 @@ def batch_norm(params, state, x):
 network(
     "BatchNorm",
     batch_norm,
-    [{"w": w, "scale": jnp.linspace(0.5, 1.5, WIDTH), "bias": normal(WIDTH, seed=i)} for i, w in enumerate(orthogonals(4))],
+    [
+        {"w": w, "scale": jnp.linspace(0.5, 1.5, WIDTH), "bias": normal(WIDTH, seed=i)}
+        for i, w in enumerate(orthogonals(4))
+    ],
     [{"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)}] * 4,
     X,
     has_aux=True,
@@ -460,7 +480,9 @@ def branching(params, x, flag):
 network("cond", branching, orthogonals(10), X, jnp.array(True), walked=4)
 network(
     "own checkpoint",
-    network_of(lambda x, p: turn(jax.checkpoint(lambda x, w: jnp.tanh(leaky(x @ w)) + x)(x, p[0]), p[1])),
+    network_of(
+        lambda x, p: turn(jax.checkpoint(lambda x, w: jnp.tanh(leaky(x @ w)) + x)(x, p[0]), p[1])
+    ),
     list(zip(orthogonals(4), orthogonals(4, seed=9), strict=True)),
     X,
     modes="recompute",
@@ -487,7 +509,9 @@ network(
 )
 network(
     "while_loop beside the trunk",
-    lambda p, x: network_of(turn)(p, x * lax.while_loop(lambda s: s < 3.0, lambda s: s * 2, jnp.abs(x).max())),
+    lambda p, x: network_of(turn)(
+        p, x * lax.while_loop(lambda s: s < 3.0, lambda s: s * 2, jnp.abs(x).max())
+    ),
     orthogonals(8),
     X,
     walked=12,
@@ -511,7 +535,10 @@ network(
 network(
     "scan with biases, between layers",
     lambda p, x: square(
-        turn(lax.scan(lambda c, p: (turn(c, p[0]) + p[1], None), turn(x, p["first"]), p["layers"])[0], p["last"])
+        turn(
+            lax.scan(lambda c, p: (turn(c, p[0]) + p[1], None), turn(x, p["first"]), p["layers"])[0],
+            p["last"],
+        )
     ),
     {"first": orthogonal(8, seed=30), "last": orthogonal(8, seed=31), "layers": (W_STACK, normal(9, 8))},
     X,
@@ -565,7 +592,9 @@ network(
 network(
     "scan, two states",
     lambda w, x, y: square(
-        jnp.stack(lax.scan(lambda c, w: ((c[1], turn(c[0], w[0]) + 0.5 * (c[1] @ w[1])), None), (x, y), w)[0])
+        jnp.stack(
+            lax.scan(lambda c, w: ((c[1], turn(c[0], w[0]) + 0.5 * (c[1] @ w[1])), None), (x, y), w)[0]
+        )
     ),
     (W_STACK, 0.1 * W_STACK),
     X,
@@ -604,6 +633,18 @@ network(
     X,
     KEY,
     walked=2,
+)
+network(
+    "scan, a weight times the counter",
+    lambda p, x: square(
+        lax.scan(lambda c, w: ((turn(c[0], w) + 0.1 * c[1] * p["b"], c[1] + 1), None), (x, 0), p["w"])[
+            0
+        ][0]
+    ),
+    {"w": W_STACK, "b": normal(WIDTH)},
+    X,
+    walked=2,
+    anchors=False,
 )
 network(
     "scan, dropout",
@@ -661,9 +702,7 @@ network(
 )
 network(
     "scan, residual inside",
-    lambda w, x: square(
-        lax.scan(CARRY(lambda x, w: turn(x + 0.2 * jnp.tanh(x @ w[0]), w[1])), x, w)[0]
-    ),
+    lambda w, x: square(lax.scan(CARRY(lambda x, w: turn(x + 0.2 * jnp.tanh(x @ w[0]), w[1])), x, w)[0]),
     (W_STACK, W_STACK[::-1]),
     X,
 )
@@ -678,10 +717,8 @@ network(
 )
 network(
     "scan, weights made inside",
-    lambda a, x: square(
-        lax.scan(CARRY(lambda x, a: turn(x, jnp.linalg.qr(a)[0])), x, a)[0]
-    ),
-    stack(normal(6, 6, seed=i) for i in range(6)),
+    lambda a, x: square(lax.scan(CARRY(lambda x, a: turn(x, jnp.linalg.qr(a)[0])), x, a)[0]),
+    stack(general(6, seed=i) for i in range(6)),
     X[:, :6],
     walked=2,
 )
@@ -758,6 +795,15 @@ network(
     X,
     walked=12,
 )
+network(
+    "biases times data",
+    lambda p, x, s: network_of(lambda x, q: turn(x, q[0]) + s * q[1])(p, x),
+    [(w, normal(WIDTH, seed=i)) for i, w in enumerate(orthogonals(8))],
+    X,
+    jnp.float64(0.3),
+    walked=12,
+    anchors=False,
+)
 network("loss of weights alone", lambda w, x: jnp.sum(jnp.sin(w)), orthogonal(8), X, walked=None)
 network(
     "unused parameters",
@@ -784,7 +830,15 @@ def with_aux(params, x, labels):
         hidden.append(x.mean())
     right = jnp.argmax(x, 1) == labels
     loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], 1))
-    return loss, {"logits": x, "right": right.sum(), "hidden": hidden, "norm": jnp.sum(params[0] ** 2), "name": "eight layers", "depth": len(params), "none": None}
+    return loss, {
+        "logits": x,
+        "right": right.sum(),
+        "hidden": hidden,
+        "norm": jnp.sum(params[0] ** 2),
+        "name": "eight layers",
+        "depth": len(params),
+        "none": None,
+    }
 
 
 network("aux", with_aux, orthogonals(8), X, LABELS, has_aux=True, walked=12)
@@ -852,7 +906,9 @@ def with_noise(params, x, key):
 network("multiplicative noise", with_noise, orthogonals(8), X, KEY, walked=12)
 network(
     "stop_gradient in the middle",
-    lambda p, x: square(network_of(turn, lambda x: x)(p[4:], lax.stop_gradient(network_of(turn, lambda x: x)(p[:4], x)))),
+    lambda p, x: square(
+        network_of(turn, lambda x: x)(p[4:], lax.stop_gradient(network_of(turn, lambda x: x)(p[:4], x)))
+    ),
     orthogonals(10),
     X,
     walked=8,
@@ -881,7 +937,9 @@ network("auxiliary losses on the way", deeply_supervised, orthogonals(8), X)
 
 def with_orthogonal(model, where):
     """An Equinox model whose weights [out, in] are orthogonal."""
-    return eqx.tree_at(where, model, [orthogonal(*w.shape[::-1], seed=i).T for i, w in enumerate(where(model))])
+    return eqx.tree_at(
+        where, model, [orthogonal(*w.shape[::-1], seed=i).T for i, w in enumerate(where(model))]
+    )
 
 
 def equinox(model, x, **facts):
@@ -920,7 +978,9 @@ class Flax(nnx.Module):
     def __init__(self, rngs):
         options = {"param_dtype": jnp.float64, "rngs": rngs}
         self.stem = nnx.Conv(4, 8, (3,), strides=2, padding=1, **options)
-        self.layers = nnx.List([nnx.Linear(8, 8, kernel_init=nnx.initializers.orthogonal(), **options) for _ in range(6)])
+        self.layers = nnx.List(
+            [nnx.Linear(8, 8, kernel_init=nnx.initializers.orthogonal(), **options) for _ in range(6)]
+        )
         self.norm = nnx.LayerNorm(8, **options)
         self.dropout = nnx.Dropout(0.2, deterministic=True)
 
