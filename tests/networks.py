@@ -41,6 +41,7 @@ class Network:
     walked: int | None = 0
     anchors: bool | None = None
     modes: frozenset[str] = frozenset()
+    slow: bool = False  # a variant, left to `make test-all`
 
     @property
     def walks(self) -> bool:
@@ -191,6 +192,7 @@ network(
     [orthogonal(n, max(4, n - 1), seed=n) for n in (12, 11, 10, 9, 8, 7, 6, 5)],
     normal(ROWS, 12, seed=3),
     walked=6,
+    slow=True,
 )
 network("ReLU", network_of(lambda x, w: jax.nn.relu(x @ w)), orthogonals(6), X, walked=None)
 network(
@@ -198,6 +200,7 @@ network(
     network_of(lambda x, w: jax.nn.relu(x @ mw.declare(w, "orthogonal"))),
     orthogonals(8),
     X,
+    slow=True,
 )
 network(
     "MaxMin",
@@ -213,19 +216,21 @@ network(
     [*orthogonals(3), orthogonal(8, 12), *orthogonals(3, 12), orthogonal(12, 16), *orthogonals(2, 16)],
     X,
 )
-network("gelu", network_of(lambda x, w: jax.nn.gelu(x @ w)), orthogonals(5), X, walked=None)
+network("gelu", network_of(lambda x, w: jax.nn.gelu(x @ w)), orthogonals(5), X, slow=True)
 network(
     "gelu with a shortcut",
     network_of(lambda x, w: jax.nn.gelu(x @ w) + 0.1 * x),
     orthogonals(5),
     X,
     modes="fork",
+    slow=True,
 )
 network(
     "tanh",
     network_of(lambda x, w: jnp.tanh(0.5 * x @ mw.declare(w, "orthogonal"))),
     orthogonals(6),
     X,
+    slow=True,
 )
 
 # --- convolution ----------------------------------------------------------------------------------------
@@ -257,6 +262,7 @@ network(
     IMAGE[:, :4, :4],
     walked=14,
     anchors=False,
+    slow=True,
 )
 network(
     "patchify",
@@ -282,6 +288,7 @@ network(
         "patch": orthogonal(16, 16).reshape(2, 2, 4, 16),
     },
     IMAGE[:, :4, :4],
+    slow=True,
 )
 network(
     "causal CNN",
@@ -306,6 +313,7 @@ network(
     network_of(lambda x, p: leaky(leaky(conv(x, p[0], groups=4)) @ mw.declare(p[1], "orthogonal"))),
     [(kernel((3, 3), 4, 4, (1, 1), groups=4, seed=i), orthogonal(4, seed=i)) for i in range(2)],
     IMAGE,
+    slow=True,
 )
 
 # --- branches ---------------------------------------------------------------------------------------------
@@ -386,6 +394,7 @@ network(
     X,
     Y,
     walked=8,
+    slow=True,
 )
 
 # --- normalisation, attention, embeddings -------------------------------------------------------------------
@@ -492,6 +501,7 @@ network(
     network_of(jax.checkpoint(turn)),
     orthogonals(6),
     X,
+    slow=True,
 )
 network(
     "jitted layers",
@@ -499,6 +509,7 @@ network(
     orthogonals(8),
     X,
     walked=12,
+    slow=True,
 )
 network(
     "vmapped layers",
@@ -506,6 +517,7 @@ network(
     [(w, normal(WIDTH, seed=i)) for i, w in enumerate(orthogonals(8))],
     X,
     walked=12,
+    slow=True,
 )
 network(
     "while_loop beside the trunk",
@@ -515,6 +527,7 @@ network(
     orthogonals(8),
     X,
     walked=12,
+    slow=True,
 )
 
 # --- scans ------------------------------------------------------------------------------------------------
@@ -582,6 +595,7 @@ network(
     ),
     W_STACK,
     X,
+    slow=True,
 )
 network(
     "scan with outputs alone",
@@ -609,6 +623,7 @@ network(
     X,
     Y,
     walked=4,
+    slow=True,
 )
 
 
@@ -645,6 +660,22 @@ network(
     X,
     walked=2,
     anchors=False,
+)
+network(
+    "scan, noise through a weight",
+    lambda p, x, key: square(
+        lax.scan(
+            lambda c, w: (
+                (turn(c[0], w) + jax.random.normal(c[1], (ROWS, 4)) @ p["u"], jax.random.split(c[1])[0]),
+                None,
+            ),
+            (x, key),
+            p["w"],
+        )[0][0]
+    ),
+    {"w": stack(orthogonals(20)), "u": general(4, 8)},
+    X,
+    KEY,
 )
 network(
     "scan, dropout",
@@ -714,6 +745,7 @@ network(
     stack(orthogonal(4, seed=i).reshape(1, 4, 4) for i in range(8)),
     SEQUENCE,
     walked=2,
+    slow=True,
 )
 network(
     "scan, weights made inside",
@@ -721,6 +753,7 @@ network(
     stack(general(6, seed=i) for i in range(6)),
     X[:, :6],
     walked=2,
+    slow=True,
 )
 network(
     "fori_loop",
@@ -764,6 +797,7 @@ network(
     [{"a": 0.1 * normal(8, 2, seed=i), "b": 0.1 * normal(2, 8, seed=50 + i)} for i in range(6)],
     orthogonals(6),
     X,
+    slow=True,
 )
 network(
     "frozen layers",
@@ -787,6 +821,7 @@ network(
     [normal(8, 8, seed=i) for i in range(8)],
     X,
     walked=14,
+    slow=True,
 )
 network(
     "weight decay",
@@ -811,6 +846,7 @@ network(
     {"used": orthogonals(8), "unused": normal(3)},
     X,
     walked=12,
+    slow=True,
 )
 network(
     "None leaves",
@@ -865,6 +901,7 @@ network(
     orthogonals(8),
     X,
     argnums=(0, 1),
+    slow=True,
 )
 network(
     "gradient of the input alone",
@@ -883,6 +920,7 @@ network(
     Y,
     argnums=-2,
     walked=12,
+    slow=True,
 )
 
 
@@ -903,7 +941,7 @@ def with_noise(params, x, key):
     return square(x)
 
 
-network("multiplicative noise", with_noise, orthogonals(8), X, KEY, walked=12)
+network("multiplicative noise", with_noise, orthogonals(8), X, KEY, walked=12, slow=True)
 network(
     "stop_gradient in the middle",
     lambda p, x: square(
@@ -918,6 +956,7 @@ network(
     network_of(lambda x, w: turn(x, w) + 0.1 * lax.stop_gradient(x)),
     orthogonals(8),
     X,
+    slow=True,
 )
 
 

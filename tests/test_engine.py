@@ -53,6 +53,9 @@ GAINS = {
 }
 
 
+FAST = {n for n in NETWORKS if not NETWORKS[n].slow}
+
+
 def some(names, fast):
     """Parameters of a test, slow but for `fast`."""
     assert fast <= set(names), fast - set(names)
@@ -101,7 +104,7 @@ def under_jit(fun, *args, **kwargs):
     return jax.jit(lambda *args, **kwargs: arrays(fun(*args, **kwargs)))(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", some(NETWORKS, FAST))
 def test_gradient_under_jit(name):
     n = NETWORKS[name]
 
@@ -123,7 +126,7 @@ def test_gradient_eagerly(name):
     compare(arrays(found), reference(name))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", some(NETWORKS, FAST))
 def test_plan(name):
     n = NETWORKS[name]
     plan = planned(name)
