@@ -276,6 +276,8 @@ def with_isometries_joined(
 
 def is_declared_isometric(block: Block) -> bool:
     """Whether a block is a convolution (after copying steps) whose kernel is declared isometric."""
+    if not block.outputs:
+        return False
     eqn = block.eqn
     if eqn.primitive is not lax.conv_general_dilated_p or not all(
         e is eqn or e.primitive in _COPYING for e in block.eqns

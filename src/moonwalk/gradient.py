@@ -248,7 +248,8 @@ class _Call:
         """Names and types of all arrays that go in."""
         rest = jax.tree.flatten_with_path(jax.tree.unflatten(self.rest_tree, self.flat))[0]
         named = [(n, a) for n, a in zip(self._names(), self.leaves, strict=True)]
-        named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a)]
+        # A Python number is one eagerly, and an array under jit.
+        named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a) or _is_number(a)]
         return tuple((name, _type(a)) for name, a in named)
 
     # -- planning --------------------------------------------------------------------------------
@@ -261,7 +262,8 @@ class _Call:
             gains, method = method.gains, method.method
             cache = None
         else:
-            cache = _cache_for(self.fun)
+            # Only among eager calls: what jit makes of a function must not depend on who called before.
+            cache = _cache_for(self.fun) if compat.is_concrete(self.leaves) else None
             gains = cache.get((signature, method), ()) if cache is not None else ()
         staged = self.stage(method.inputs)
         consts = staged.staged.consts
@@ -313,7 +315,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _type(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
+        leaf = jnp.asarray(leaf)
     return f"{leaf.dtype}[{','.join(map(str, np.shape(leaf)))}]"
 
 

@@ -221,7 +221,7 @@ class _Sources:
             if node.is_fork:
                 self._decide_fork(i, wanted)
                 continue
-            is_stem = not node.block.inputs and not isinstance(self.scan_steps.get(i), ScanStep)
+            is_stem = node.is_stem and not isinstance(self.scan_steps.get(i), ScanStep)
             needed = any(v in wanted for v in outputs) or (bool(node.weights) and not is_stem)
             if not needed:
                 continue
@@ -342,7 +342,7 @@ class _Sources:
         for i, node in enumerate(self.nodes):
             if node.is_aside:
                 aside = AsideStep(node, self.cut, "none", reason="no derivative")
-                aside.again = any(v in read for v in node.block.exports)
+                aside.again = any(v in read or v in self.cut.results for v in node.block.exports)
                 result.append(aside)
             elif node.is_fork:
                 fork = ForkStep(node, self.cut, "none", reason="a state with several readers")
@@ -361,7 +361,7 @@ class _Sources:
                 through = self.through[i] if self.source[i] == "vijp" else ()
                 if self.source[i] == "vijp" and through != node.block.inputs:
                     rule, verdict = trunk.find_rule(_restricted(node.block, through))
-                    node = Node(node.block, node.weights, rule, verdict, node.checkpointed)
+                    node = replace(node, rule=rule, verdict=verdict)
                 gain = self.gains[i] or Gain(1.0, mixes=False)
                 step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
                 step.measured = i in self.measured

@@ -60,6 +60,7 @@ class Node:
     rule: Rule | None
     verdict: Verdict
     checkpointed: bool = False  # stands in a region that the user wrapped in jax.checkpoint
+    is_stem: bool = False  # reads no state, and nothing that only a forward pass has
 
     @property
     def is_fork(self) -> bool:
@@ -186,7 +187,8 @@ def build(
     cutter = Cutter(
         eqns_of_trunk,
         results=results,
-        outputs=frozenset(v for v in outputs if v in on_trunk),
+        # A value that is forked has its copies as readers, and they are no equations.
+        outputs=frozenset(v for v in (*outputs, *(v for v, _ in forks)) if v in on_trunk),
         active=frozenset(on_trunk),
         declarations=propagate(eqns, declarations or {}),
         names=propagate_names(eqns, names or {}),
@@ -474,7 +476,8 @@ class _Opener:
             block, rule, verdict = self.parts[i]
             wanted = tuple(v for v in block.operands if v in weights)
             inside = any(compat.in_checkpoint(e) for e in block.eqns)
-            result.append(Node(block, wanted, rule, verdict, inside))
+            stem = not block.inputs and all(v in self.sides.fixed for v in block.operands)
+            result.append(Node(block, wanted, rule, verdict, inside, stem and bool(block.outputs)))
             for j in readers[i]:
                 missing[j] -= 1
                 if not missing[j]:

@@ -60,7 +60,7 @@ class Step:
     @property
     def is_stem(self) -> bool:
         """It reads no state: its gradient is had in Phase II, where its output's cotangent passes."""
-        return not self.block.inputs and bool(self.block.outputs)
+        return self.node.is_stem
 
     @property
     def kept_bytes(self) -> int:
@@ -134,7 +134,7 @@ class BlockStep(Step):
             def run(*x: Any) -> Any:
                 return twin(x, wide)
 
-            if self.source != "vijp":
+            if self.source != "vijp" and (rule is None or not rule.keeps_pullback):
                 return y, (None, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
             assert rule is not None
             own, kept = rule.keep(
@@ -185,6 +185,8 @@ class BlockStep(Step):
         memo = arriving if self.source == "anchor" else ()
         if self.is_stem:
             return memo, self._gradients(fixed, {}, arriving)[1]
+        if not block.inputs:  # it reads what only a forward pass has: its gradient waits for the sweep
+            return memo, {}
         operands = self.operands({}, fixed)
         ours, pullback = self.residual.restore(kept, operands)
         wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.twin.outputs, strict=True))
@@ -455,7 +457,7 @@ class Walk:
                         for v, kept_sample in zip(step.block.outputs, samples[i], strict=True)
                     ]
             add_gradients(gradients, found)
-            self._drop(x, i, frozenset(self.trunk.outputs))
+            self._drop(x, i, self.trunk.results)
             if step.node.is_heavy and not step.node.is_scan:
                 made = step.block.outputs
                 hold(
