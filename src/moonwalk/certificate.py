@@ -32,6 +32,8 @@ class Certificate(NamedTuple):
 
 def sample(h: Array) -> Array:
     """At most 64 entries, spread over the array, as one strided slice."""
+    if not h.size:
+        return h.reshape(-1)
     counts = _counts(h.shape)
     strides = [max(1, n // c) for n, c in zip(h.shape, counts, strict=True)]
     starts = [(n - 1 - s * (c - 1)) // 2 for n, s, c in zip(h.shape, strides, counts, strict=True)]

@@ -215,12 +215,13 @@ class _Call:
         except _NotScalar:
             self._as_jax_would()
             raise AssertionError("unreachable") from None
-        except jax.errors.ConcretizationTypeError:
-            if not compat.is_concrete(self.others):
-                raise
-            # Python control flow on the values of data that is not differentiated: close over it.
-            self.traced, self.others = [False] * len(self.flat), []
-            return engine.stage(flat_fun, self.leaves, [], is_input, self._names())
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(
+                f"moonwalk.{self.name} traces the function, as jax.jit does: it cannot branch on the "
+                "values of its arrays. Use jax.lax.cond or jnp.where, or pass what decides as a Python "
+                "number."
+            )
+            raise
 
     def _call(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
         dynamic = jax.tree.unflatten(self.tree, leaves)
@@ -268,7 +269,7 @@ class _Call:
         staged = self.stage(method.inputs)
         consts = staged.staged.consts
         structs = any(isinstance(a, jax.ShapeDtypeStruct) for a in (*self.leaves, *self.others))
-        if not structs and compat.is_concrete(self.leaves):
+        if not structs and compat.is_concrete(self.leaves, jnp.zeros(())):  # and no trace is running
             jaxpr = staged.jaxpr
             known = zip(
                 (*jaxpr.invars, *jaxpr.constvars), (*self.leaves, *self.others, *consts), strict=True
@@ -284,6 +285,16 @@ class _Call:
         return made, described, staged
 
     def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+        try:
+            return self._differentiate(method, certify)
+        except InexactError:
+            cache = _cache_for(self.fun)
+            if isinstance(method, Plan) or cache is None or not cache.pop((self.signature(), method), None):
+                raise
+            # The weights have drifted since their gains were measured: measure again, once.
+            return self._differentiate(method, certify)
+
+    def _differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
         made, described, staged = self.plan(method, certify=certify)
         if not isinstance(method, Plan):
             _advise(self.fun, described)

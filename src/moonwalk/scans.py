@@ -22,7 +22,7 @@ from .partition import active_variables, is_differentiable
 from .residuals import nbytes
 from .sides import DataSide, WeightSide
 from .trunk import Node, Trunk
-from .walks import Env, Gradients, Step, Swept, Walk, as_cotangent
+from .walks import Env, Gradients, Step, Swept, Walk, add_gradients, as_cotangent
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +65,9 @@ def open_body(node: Node, fixed: frozenset[Any]) -> Body | str:
     weights = [i for i, v in enumerate(eqn.invars) if _in(v, node.weights) and i not in carries]
     if any(_in(v, node.weights) and i in carries for i, v in enumerate(eqn.invars)):
         return "a carry starts from a weight"
+    states = [v for v in eqn.invars[num_consts : num_consts + num_carry] if _in(v, block.inputs)]
+    if len(set(states)) < len(states):
+        return "one state enters the scan as two carries"
     ys = [k for k, v in enumerate(eqn.outvars[num_carry:]) if v in block.outputs]
     final = [j for j, v in enumerate(eqn.outvars[:num_carry]) if v in block.outputs]
     start = [j for j in range(num_carry) if _in(eqn.invars[num_consts + j], block.inputs)]
@@ -105,6 +108,10 @@ def open_body(node: Node, fixed: frozenset[Any]) -> Body | str:
         declarations=declarations,
         names=names,
     )
+    on_way = {v for n in cut.nodes for v in n.block.outputs} | set(cut.state)
+    if any(v not in on_way for v in cut.outputs[: len(active)]):
+        # Its cotangent ends in the loop, layer after layer: no sweep could bring it back.
+        return "a carry is overwritten by what does not depend on the state"
     return Body(
         jaxpr,
         tuple(consts),
@@ -176,8 +183,10 @@ class ScanStep(Step):
         eqn = self.block.eqns[0]
         self.eqn, self.length, self.reverse = eqn, eqn.params["length"], eqn.params["reverse"]
         body = self.body
-        self.weight_side = WeightSide(body.trunk, [body.jaxpr.invars[i] for i in body.weights])
-        self.data_side = DataSide(body.trunk)
+        results = [v for v in body.jaxpr.outvars if not isinstance(v, Literal)]
+        parameters = [body.jaxpr.invars[i] for i in body.weights]
+        self.weight_side = WeightSide(body.trunk, parameters, results)
+        self.data_side = DataSide(body.trunk, results)
         # Carries that are part of the state only inside: the data's own, at the start of a network.
         self.seeded = [
             j for j in body.active if not _in(eqn.invars[body.num_consts + j], self.block.inputs)
@@ -314,6 +323,10 @@ class ScanStep(Step):
                 layer[v] = a
             samples = [certificate.sample(a) for a in h_carry] if self.certify else ()
             memos, _, found = self.walk.phase_two(env, kept, layer)
+            # An output of weights alone is read by no node: its cotangent is its gradient.
+            for v, a in zip(out_ys, h_ys, strict=True):
+                if v in body.trunk.weights:
+                    add_gradients(found, {v: a})
             total, per_layer = self._share(env, found, total, made)
             return ([layer[v] for v in self.h_ins], total), (memos, samples, per_layer)
 
@@ -427,8 +440,7 @@ class ScanStep(Step):
             found, _ = self.walk.phase_three(env, kept, memos, (), ready, state, layer, whole=True)
             total, per_layer = self._share(env, found, total, made)
             out = self._results(env, state)
-            new_h = [layer.get(v) for v in out_carry]
-            new_h = [old if a is None else a for a, old in zip(new_h, h_carry, strict=True)]
+            new_h = [layer[v] for v in out_carry]
             return (out[:split], new_h, total, worst, samples), (
                 per_layer,
                 out[split:] if wants_ys else (),

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from . import scans
+from . import graph, scans
 from .residuals import Residual, nbytes
 from .trunk import Trunk
 from .walks import Env, Gradients, hold
@@ -36,16 +36,17 @@ class Plain:
             *(v for v in reads if v not in made and v not in states and v not in self.weights),
         )
         later = {v for v, i in trunk.last_read.items() if i >= stop}
-        states_made = {v for n in self.nodes for v in n.block.outputs}
-        self.outputs = tuple(v for v in dict.fromkeys(made) if v in states_made and v in later)
+        # Only what is read as a state sends a cotangent back.
+        wanted = {v for n in trunk.nodes[stop:] for v in n.block.inputs} | set(trunk.outputs)
+        self.outputs = tuple(v for n in self.nodes for v in n.block.outputs if v in wanted)
         self.exports = tuple(
             v for v in made if v not in self.outputs and (v in later or v in trunk.results)
         )
         rerun = not any(e.effects and e.outvars for n in self.nodes for e in n.block.eqns)
         self.residual = Residual(
             self._linearize,
-            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.inputs],
-            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.operands],
+            [graph.struct(v) for v in self.inputs],
+            [graph.struct(v) for v in self.operands],
             trunk.kinds(self.operands),
             rerun=rerun,
         )
@@ -108,8 +109,10 @@ class Plain:
         pullback = self.residual.restore(box["kept"], operands)
         h_inputs, gradients = pullback([h.pop(v).astype(v.aval.dtype) for v in self.outputs])
         h.update(zip(self.inputs, h_inputs, strict=True))
-        hold((h, list(self.inputs)))
-        return dict(zip(self.weights, gradients, strict=True))
+        found = dict(zip(self.weights, gradients, strict=True))
+        # Or XLA would put gradients off, and keep the activations that they need.
+        hold((h, list(self.inputs)), (found, list(found)))
+        return found
 
 
 def live_bytes(trunk: Trunk) -> list[int]:

@@ -391,6 +391,7 @@ class _Opener:
             self.active.update(copies)
             self._fork(v, copies)
             outside = [o for o in (*block.outputs, *block.exports) if o is not v]
+            outside += [] if v in block.inputs else [v]  # the fork reads it
             cutter = self._cutter(eqns, outside)
             for part in partition(eqns, self.active, outside):
                 self.add(part, cutter)
