@@ -218,7 +218,10 @@ def plain(name: str, timed: bool = True) -> dict[str, Any]:
         return jnp.mean((x - t) ** 2)
 
     keys = iter(jax.random.split(jax.random.key(0), layers * len(shapes) + 2))
-    ps = [tuple(jax.random.normal(next(keys), s, jnp.float32) / s[0] ** 0.5 for s in shapes) for _ in range(layers)]
+    ps = [
+        tuple(jax.random.normal(next(keys), s, jnp.float32) / s[0] ** 0.5 for s in shapes)
+        for _ in range(layers)
+    ]
     x, t = (jax.random.normal(next(keys), shape, jnp.float32) for _ in range(2))
     args = ps, x, t
     programs = {

@@ -204,7 +204,9 @@ def test_an_identity_pivot_is_bit_identical():
 
     keys = jax.random.split(jax.random.key(0), 3)
     ws = list(jax.random.normal(keys[0], (12, 3, 4, 4)) * 0.3)
-    args = cast((ws, jax.random.normal(keys[1], (2, 4096, 4)), jax.random.normal(keys[2], (2, 4))), jnp.float32)
+    args = cast(
+        (ws, jax.random.normal(keys[1], (2, 4096, 4)), jax.random.normal(keys[2], (2, 4))), jnp.float32
+    )
     method = mw.Moonwalk(tolerance=math.inf)  # walk to the very end, where it is cheaper to store
     plan = mw.plan(loss, *args, method=method)
     assert plan.walked >= 16 and plan.anchors == 0
@@ -240,7 +242,9 @@ def test_products_of_a_lossy_walk_are_in_true_float32():
 
     def precise_products(fun, method):
         text = jax.jit(mw.grad(fun, method=method)).lower(list(ws), x, t).as_text()
-        return sum("HIGHEST" in line for line in text.splitlines() if "dot_general" in line and "32x64" in line)
+        return sum(
+            "HIGHEST" in line for line in text.splitlines() if "dot_general" in line and "32x64" in line
+        )
 
     assert mw.plan(loss(0.5), list(ws), x, t).predicted_gain > 1
     assert precise_products(loss(0.5), mw.Moonwalk()) > 0

@@ -1,6 +1,5 @@
 """Memory by `memory_analysis()` of compiled programs; nothing runs. `make bench-engine` prints more."""
 
-import functools
 import importlib.util
 import pathlib
 
@@ -85,21 +84,23 @@ def anchored_scan(ws, x, t):
     return jnp.mean((jax.lax.scan(layer, x, ws)[0] - t) ** 2)
 
 
-@pytest.mark.parametrize("loss, loop", [(relu_layers, True), (residual_layers, True), (anchored_scan, False)])
-def test_peaks_are_predicted_where_much_is_kept(loss, loop):
-    """More than eight activations kept: within 25 %."""
-    rows, layers = 4096, 96
+@pytest.mark.parametrize(
+    "loss, loop, layers",
+    [(relu_layers, True, 96), (residual_layers, True, 48), (anchored_scan, False, 96)],
+)
+def test_peaks_are_predicted_where_much_is_kept(loss, loop, layers):
+    """Eight activations kept, or more: within 25 %."""
+    rows = 4096
     args = bench.dense_types(layers, rows, loop)
     plan = mw.plan(loss, *args)
-    activation = rows * bench.WIDTH * 4
-    assert plan.kept_bytes > 8 * activation
+    assert plan.kept_bytes >= 8 * rows * bench.WIDTH * 4
     found = bench.temp(mw.value_and_grad(loss), *args) * bench.MIB
     assert abs(plan.peak_bytes / found - 1) <= 0.25
 
 
-@pytest.mark.parametrize("loss, loop", [(anchored_scan, False), (functools.partial(bench.looped), True)])
+@pytest.mark.parametrize("loss, loop", [(anchored_scan, False), (bench.looped, True)])
 def test_bytes_per_added_layer_are_predicted(loss, loop):
-    rows, depths = 4096, (48, 96)
-    found = [bench.temp(mw.value_and_grad(loss), *bench.dense_types(n, rows, loop)) for n in depths]
-    plans = [mw.plan(loss, *bench.dense_types(n, rows, loop)).peak_bytes / bench.MIB for n in depths]
+    depths = (32, 64)
+    found = [bench.temp(mw.value_and_grad(loss), *bench.dense_types(n, ROWS, loop)) for n in depths]
+    plans = [mw.plan(loss, *bench.dense_types(n, ROWS, loop)).peak_bytes / bench.MIB for n in depths]
     assert abs((plans[1] - plans[0]) / (found[1] - found[0]) - 1) <= 0.05

@@ -289,7 +289,11 @@ class _Call:
             return self._differentiate(method, certify)
         except InexactError:
             cache = _cache_for(self.fun)
-            if isinstance(method, Plan) or cache is None or not cache.pop((self.signature(), method), None):
+            if (
+                isinstance(method, Plan)
+                or cache is None
+                or not cache.pop((self.signature(), method), None)
+            ):
                 raise
             # The weights have drifted since their gains were measured: measure again, once.
             return self._differentiate(method, certify)

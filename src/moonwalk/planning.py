@@ -30,7 +30,7 @@ from .methods import Moonwalk
 from .registry import Alarm, Gain
 from .residuals import Residual, nbytes
 from .scans import ScanStep
-from .segments import Plain, live_bytes
+from .segments import Plain, full_residual, live_bytes
 from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, _restricted
@@ -520,6 +520,7 @@ class NodeCost:
     period: int | None = None  # of a scan that is cheaper as a scan of checkpointed scans
     transient: int = 0  # of such a scan: the residuals of one period
     carries: int = 0  # and the carries that it keeps
+    stored: int = 0  # what storing keeps: less than all, where the state itself is less
 
     @property
     def backprop(self) -> int:
@@ -529,7 +530,7 @@ class NodeCost:
     @property
     def full(self) -> int:
         """What differentiating the node by itself takes, at its best."""
-        return self.backprop if self.period is None else self.carries + self.transient
+        return self.stored if self.period is None else self.carries + self.transient
 
 
 def node_costs(cut: Trunk) -> list[NodeCost]:
@@ -582,25 +583,14 @@ def _node_cost(node: Node, cut: Trunk) -> NodeCost:
     if node.is_aside or node.is_fork:
         return NodeCost(0, 0)
     x, operands = block.structs()
-    kinds = cut.kinds(block.operands)
-    places = [block.operands.index(v) for v in node.weights]
 
     def wrt_x(x: Any, operands: Any) -> Any:
-        y, pullback = jax.vjp(lambda *x: block(x, operands), *x)
-        return y, pullback
+        return jax.vjp(lambda *x: block(x, operands), *x)
 
-    def wrt_all(x: Any, operands: Any) -> Any:
-        def run(x: Any, weights: Any) -> Any:
-            values = list(operands)
-            for place, w in zip(places, weights, strict=True):
-                values[place] = w
-            return block(x, values)
-
-        return jax.vjp(run, list(x), [operands[p] for p in places])
-
-    whole = Residual(wrt_all, x, operands, kinds).leaf_bytes
-    m_x = Residual(wrt_x, x, operands, kinds).leaf_bytes if x else 0
-    cost = NodeCost(min(m_x, whole), max(0, whole - m_x))
+    whole = full_residual(node, cut)
+    m_x = Residual(wrt_x, x, operands, cut.kinds(block.operands)).leaf_bytes if x else 0
+    m_x = min(m_x, whole.leaf_bytes)
+    cost = NodeCost(m_x, whole.leaf_bytes - m_x, stored=whole.bytes)
     if node.is_scan and not node.effects:
         _checkpoint_cost(node, cost)
     return cost
@@ -613,7 +603,7 @@ def _checkpoint_cost(node: Node, cost: NodeCost) -> None:
     num_consts, num_carry = compat.scan_counts(eqn)
     carry = nbytes(*(v.aval for v in eqn.invars[num_consts : num_consts + num_carry]))
     layer = cost.backprop / max(1, length)
-    best = cost.backprop
+    best = cost.stored
     for k in (k for k in range(1, length + 1) if length % k == 0):
         kept, transient = carry * (length // k), int(layer * k)
         if kept + transient < best:

@@ -122,6 +122,13 @@ class Residual:
         self.for_all = needed(self.jaxpr.eqns, [*shown, *self.distinct], effects=True)
 
     @property
+    def held(self) -> list[tuple[int | None, Any]]:
+        """Of everything kept: which input it is (None: computed), and its type."""
+        places = {v: i for i, v in enumerate(self.jaxpr.invars)}
+        kept = [self.jaxpr.invars[i] for i in self.moving] if self.from_state else self.distinct
+        return [(places.get(v), v.aval) for v in kept]
+
+    @property
     def bytes(self) -> int:
         """What is kept."""
         return self.state_bytes if self.from_state else self.leaf_bytes

@@ -1,8 +1,11 @@
 """Segments that are not walked: differentiated by JAX's own vjp, stored or recomputed.
 
-Phase I keeps either the residuals of the pullback (`store`) or, where that is less, the state at the
-segment's start (`recompute`), from which the segment is run and linearised again when the reverse pass
+Phase I keeps either the residuals of the nodes' pullbacks (`store`) or, where that is less, the state at
+the segment's start (`recompute`), from which the nodes are run and linearised again when the reverse pass
 arrives. Gradients are had at once; Phase III never sees such a segment.
+
+Nodes are linearised one by one, with barriers between them, and not in one call of `jax.vjp`: XLA would
+keep a pre-activation for the sake of its sign, where a bit of it is enough.
 """
 
 from __future__ import annotations
@@ -12,10 +15,43 @@ from typing import Any
 
 import jax
 
-from . import graph, scans
+from . import scans
 from .residuals import Residual, nbytes
-from .trunk import Trunk
-from .walks import Env, Gradients, hold
+from .trunk import Node, Trunk
+from .walks import Env, Gradients, add_gradients, hold
+
+
+def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residual:
+    """What a node keeps for ∂y/∂x and ∂y/∂θ; a scan may be run as a scan of checkpointed scans."""
+    block = node.block
+    places = [block.operands.index(v) for v in node.weights]
+
+    def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
+        def run(x: Any, weights: Any) -> Any:
+            values = list(operands)
+            for place, w in zip(places, weights, strict=True):
+                values[place] = w
+            if period is not None:
+                out = scans.checkpointed(node, period, x, values)
+            else:
+                out = block.values((*block.outputs, *block.exports), x, values)
+            return out[: len(block.outputs)], out[len(block.outputs) :]
+
+        y, pullback, exports = jax.vjp(run, list(x), [operands[p] for p in places], has_aux=True)
+        return (*y, *exports), pullback
+
+    key = (node, period)
+    if key not in trunk.residuals:
+        x, operands = block.structs()
+        # A light node may be linearised again from its state; a heavy one would take as long again.
+        trunk.residuals[key] = Residual(
+            linearize,
+            x,
+            operands,
+            trunk.kinds(block.operands),
+            rerun=not node.is_heavy and not node.effects,
+        )
+    return trunk.residuals[key]
 
 
 class Plain:
@@ -25,94 +61,141 @@ class Plain:
         """`periods`: of scans that are run as scans of checkpointed scans, by node."""
         self.trunk, self.start, self.stop = trunk, start, stop
         self.nodes = trunk.nodes[start:stop]
-        self.periods = periods or {}
+        periods = periods or {}
+        self.residuals = [
+            None if n.is_aside or n.is_fork else full_residual(n, trunk, periods.get(start + i))
+            for i, n in enumerate(self.nodes)
+        ]
         made = {v for n in self.nodes for v in (*n.block.outputs, *n.block.exports)}
         reads = dict.fromkeys(v for n in self.nodes for v in (*n.block.inputs, *n.block.operands))
-        states = {v for n in self.nodes for v in n.block.inputs}
-        self.inputs = tuple(v for v in reads if v not in made and v in states)
-        self.weights = tuple(dict.fromkeys(v for n in self.nodes for v in n.weights))
-        self.operands = (
-            *self.weights,
-            *(v for v in reads if v not in made and v not in states and v not in self.weights),
-        )
-        later = {v for v, i in trunk.last_read.items() if i >= stop}
-        # Only what is read as a state sends a cotangent back.
-        wanted = {v for n in trunk.nodes[stop:] for v in n.block.inputs} | set(trunk.outputs)
-        self.outputs = tuple(v for n in self.nodes for v in n.block.outputs if v in wanted)
-        self.exports = tuple(
-            v for v in made if v not in self.outputs and (v in later or v in trunk.results)
-        )
-        rerun = not any(e.effects and e.outvars for n in self.nodes for e in n.block.eqns)
-        self.residual = Residual(
-            self._linearize,
-            [graph.struct(v) for v in self.inputs],
-            [graph.struct(v) for v in self.operands],
-            trunk.kinds(self.operands),
-            rerun=rerun,
-        )
-        if any(n.checkpointed for n in self.nodes) and rerun:
-            self.residual.from_state = True  # what the user checkpointed is never stored
+        self.inputs = tuple(v for v in reads if v not in made and v not in trunk.fixed)
+        self.stored_bytes = self._stored_bytes()
+        self.state_bytes = nbytes(*(v.aval for v in self.inputs))
+        once = any(e.effects and e.outvars for n in self.nodes for e in n.block.eqns)
+        asked = any(n.checkpointed for n in self.nodes)  # what the user checkpointed is never stored
+        self.recomputed = not once and (asked or self.state_bytes < self.stored_bytes)
+        self.last: dict[Any, int] = {}
+        for i, node in enumerate(self.nodes):
+            self.last.update((v, i) for v in (*node.block.inputs, *node.block.operands))
+
+    def _stored_bytes(self) -> int:
+        """Of all nodes together; a state that several of them keep is kept once."""
+        source = {copy: n.block.inputs[0] for n in self.nodes if n.is_fork for copy in n.block.outputs}
+        states: dict[Any, int] = {}
+        total = 0
+        for node, residual in zip(self.nodes, self.residuals, strict=True):
+            if residual is None:
+                continue
+            for place, aval in residual.held:
+                size = nbytes(aval)
+                if place is None:
+                    total += size
+                else:
+                    v = (*node.block.inputs, *node.block.operands)[place]
+                    while v in source:
+                        v = source[v]
+                    states[v] = size
+        return total + sum(states.values())
 
     @property
     def kind(self) -> str:
-        return "recompute" if self.residual.from_state else "store"
+        return "recompute" if self.recomputed else "store"
 
     @property
     def kept_bytes(self) -> int:
-        return self.residual.bytes
+        return self.state_bytes if self.recomputed else self.stored_bytes
 
     @property
     def transient_bytes(self) -> int:
         """What exists besides while the segment is differentiated."""
-        return self.residual.leaf_bytes if self.residual.from_state else 0
-
-    def _run(self, x: Sequence[Any], operands: Sequence[Any]) -> Env:
-        env = dict(zip((*self.inputs, *self.operands), (*x, *operands), strict=True))
-        for i, node in enumerate(self.nodes):
-            block = node.block
-            values = [env[v] for v in block.inputs], [env[v] for v in block.operands]
-            if self.start + i in self.periods:
-                out = scans.checkpointed(node, self.periods[self.start + i], *values)
-            else:
-                out = block.values((*block.outputs, *block.exports), *values)
-            env.update(zip((*block.outputs, *block.exports), out, strict=True))
-        return env
-
-    def _linearize(self, x: Sequence[Any], operands: Sequence[Any]) -> Any:
-        split = len(self.weights)
-
-        def run(x: Any, weights: Any) -> Any:
-            env = self._run(x, [*weights, *operands[split:]])
-            return [env[v] for v in self.outputs], [env[v] for v in self.exports]
-
-        y, pullback, exports = jax.vjp(run, list(x), list(operands[:split]), has_aux=True)
-        return (*y, *exports), pullback
+        return self.stored_bytes if self.recomputed else 0
 
     def phase_one(self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset()) -> Any:
         """Forward: reads and writes `x`, returns what is kept."""
-        operands = [fixed[v] if v in fixed else x[v] for v in self.operands]
-        y, kept = self.residual.forward([x[v] for v in self.inputs], operands)
-        for v in (*self.inputs, *self.operands):
-            if v in x and v not in retain and self.trunk.last_read.get(v, -1) < self.stop:
-                del x[v]
-        x.update(zip((*self.outputs, *self.exports), y, strict=True))
-        if self.residual.from_state:
-            hold((x, list(x)))
+        if not self.recomputed:
+            return self._linearise(fixed, x, retain)
+        kept = [x[v] for v in self.inputs]
+        for i, node in enumerate(self.nodes):
+            values = [graph_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
+            split = len(node.block.inputs)
+            made = (*node.block.outputs, *node.block.exports)
+            x.update(zip(made, node.block.values(made, values[:split], values[split:]), strict=True))
+            self._drop(x, i, retain)
+        hold((x, list(x)))
         return kept
 
     def reverse(self, fixed: Env, kept: Any, h: Env) -> Gradients:
         """From the outputs' cotangents to the inputs', and the gradients."""
-        box: dict[Any, Any] = {"kept": kept}
-        if self.residual.from_state:  # or XLA would merge the second forward pass with the first
-            hold((h, [v for v in self.outputs if v in h]), (box, ["kept"]))
-        operands = [fixed.get(v) for v in self.operands]
-        pullback = self.residual.restore(box["kept"], operands)
-        h_inputs, gradients = pullback([h.pop(v).astype(v.aval.dtype) for v in self.outputs])
-        h.update(zip(self.inputs, h_inputs, strict=True))
-        found = dict(zip(self.weights, gradients, strict=True))
-        # Or XLA would put gradients off, and keep the activations that they need.
-        hold((h, list(self.inputs)), (found, list(found)))
-        return found
+        if self.recomputed:
+            x = dict(zip(self.inputs, kept, strict=True))
+            # Behind a barrier with h, or XLA would merge this forward pass with the first.
+            fixed = dict(fixed)
+            data = [v for v in self._data() if v in fixed]
+            hold((x, list(x)), (h, list(h)), (fixed, data))
+            kept = self._linearise(fixed, x, frozenset(), again=True)
+        gradients: Gradients = {}
+        for i in reversed(range(len(self.nodes))):
+            node, residual = self.nodes[i], self.residuals[i]
+            block = node.block
+            if node.is_aside:
+                continue
+            arriving = [h.pop(v) for v in block.outputs]
+            if node.is_fork:
+                h[block.inputs[0]] = sum(arriving[1:], arriving[0])
+                continue
+            assert residual is not None
+            pullback = residual.restore(kept[i], [fixed.get(v) for v in block.operands])
+            arriving = [a.astype(v.aval.dtype) for a, v in zip(arriving, block.outputs, strict=True)]
+            h_inputs, found = pullback(tuple(arriving))
+            h.update(zip(block.inputs, h_inputs, strict=True))
+            add_gradients(gradients, dict(zip(node.weights, found, strict=True)))
+            if node.is_heavy:
+                # Or XLA would put gradients off, and keep the activations that they need.
+                hold((h, list(block.inputs)), (gradients, list(node.weights)))
+        return gradients
+
+    def _linearise(
+        self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool = False
+    ) -> list[Any]:
+        """Run node by node, keeping residuals; `again`: what prints or calls back has done so."""
+        kept: list[Any] = []
+        waiting: list[int] = []
+        for i, (node, residual) in enumerate(zip(self.nodes, self.residuals, strict=True)):
+            block = node.block
+            if node.is_heavy and waiting:
+                hold((x, list(x)), (kept, waiting))
+                waiting = []
+            state = [x[v] for v in block.inputs]
+            operands = [graph_value(x, fixed, v) for v in block.operands]
+            made = (*block.outputs, *block.exports)
+            if residual is not None:
+                y, held = residual.forward(state, operands)
+            elif again and node.effects:
+                y, held = (), ()
+            else:
+                y, held = block.values(made, state, operands), ()
+            x.update(zip(made, y, strict=True))
+            kept.append(held)
+            waiting.append(i)
+            self._drop(x, i, retain)
+        hold((x, list(x)), (kept, waiting))
+        return kept
+
+    def _data(self) -> list[Any]:
+        """Operands that are data: what a forward pass from the very start begins with."""
+        reads = dict.fromkeys(v for n in self.nodes for v in n.block.operands)
+        return [v for v, k in zip(reads, self.trunk.kinds(reads), strict=True) if k == "data"]
+
+    def _drop(self, x: Env, i: int, retain: frozenset[Any]) -> None:
+        after = self.trunk.last_read
+        for v in (*self.nodes[i].block.inputs, *self.nodes[i].block.operands):
+            if v in x and v not in retain and self.last[v] == i and after.get(v, -1) < self.stop:
+                del x[v]
+
+
+def graph_value(x: Env, fixed: Env, v: Any) -> Any:
+    """A variable's value, among the activations or the sides."""
+    return x[v] if v in x else fixed[v]
 
 
 def live_bytes(trunk: Trunk) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -131,6 +131,7 @@ class Trunk:
     weights: frozenset[Any]  # of these, the ones a derivative flows from
     on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
     results: frozenset[Any]  # what the jaxpr returns
+    residuals: dict[Any, Any] = field(default_factory=dict)  # of its nodes, traced once
 
     def kinds(self, variables: Iterable[Any]) -> list[str]:
         """Of each operand: "weight", "data", or "moving" where only a forward pass has it."""

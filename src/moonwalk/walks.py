@@ -487,8 +487,12 @@ def hold(*parts: tuple[dict[Any, Any] | list[Any], Sequence[Any]]) -> None:
     XLA would otherwise merge Phase III's forward pass with Phase I's and keep everything between
     them, or delay the packing of a residual and keep the activation that it is made from.
     """
-    values = [[container[key] for key in keys] for container, keys in parts]
-    if jax.tree.leaves(values):
-        for (container, keys), new in zip(parts, lax.optimization_barrier(values), strict=True):
-            for key, value in zip(keys, new, strict=True):
-                container[key] = value
+    leaves, tree = jax.tree.flatten([[container[key] for key in keys] for container, keys in parts])
+    distinct = {id(a): a for a in leaves}  # the same array twice is one array behind it, too
+    if not distinct:
+        return
+    behind = dict(zip(distinct, lax.optimization_barrier(list(distinct.values())), strict=True))
+    values = jax.tree.unflatten(tree, [behind[id(a)] for a in leaves])
+    for (container, keys), new in zip(parts, values, strict=True):
+        for key, value in zip(keys, new, strict=True):
+            container[key] = value

@@ -357,9 +357,7 @@ def _related(
     invars = jaxpr.invars
     generic = [_inputs(v.aval.dtype, rng) for v in invars[:states]]
     shown = [*predicates, *jaxpr.outvars]
-    watched = SimpleNamespace(
-        constvars=jaxpr.constvars, invars=invars, eqns=jaxpr.eqns, outvars=shown
-    )
+    watched = SimpleNamespace(constvars=jaxpr.constvars, invars=invars, eqns=jaxpr.eqns, outvars=shown)
     program = Program(watched, tuple(consts), states, 0, False)
     samples = []
     for x in (generic, [generic[0]] * states, [np.zeros_like(a) for a in generic]):
