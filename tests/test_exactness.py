@@ -133,7 +133,7 @@ def test_the_papers_layers_stay_exact_by_plan():
     assert error(jax.jit(mw.grad(loss))(*args), backprop) <= 1e-3
 
 
-@pytest.mark.parametrize("slope, depth", [(0.3, 12), (0.1, 6)])
+@pytest.mark.parametrize(("slope", "depth"), [(0.3, 12), (0.1, 6)])
 def test_measured_gains_place_anchors(slope, depth):
     loss, args = triangular(slope), cast(he_stack(depth), jnp.float32)
     truth = jax.jit(jax.grad(loss))(*he_stack(depth))
@@ -143,7 +143,7 @@ def test_measured_gains_place_anchors(slope, depth):
     assert error(jax.jit(mw.grad(loss, method=plan))(*args), truth) <= plan.tolerance
 
 
-@pytest.mark.parametrize("slope, depth", [(0.3, 12), (0.1, 6), (0.2, 8)])
+@pytest.mark.parametrize(("slope", "depth"), [(0.3, 12), (0.1, 6), (0.2, 8)])
 def test_the_certificate_tells_the_truth(slope, depth):
     """Anchors off: it is within a factor of 10 of the largest error that a swept cotangent has.
 
@@ -169,7 +169,7 @@ def test_the_certificate_tells_the_truth(slope, depth):
     assert certificate.closure <= certificate.error
 
 
-@pytest.mark.parametrize("slope, depth", [(0.3, 12), (0.2, 8)])
+@pytest.mark.parametrize(("slope", "depth"), [(0.3, 12), (0.2, 8)])
 def test_on_inexact_acts(slope, depth):
     """A plan whose weights have drifted: measured on gentle weights, used with the paper's."""
     loss, args = triangular(slope), cast(he_stack(depth), jnp.float32)

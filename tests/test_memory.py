@@ -85,7 +85,7 @@ def anchored_scan(ws, x, t):
 
 
 @pytest.mark.parametrize(
-    "loss, loop, layers",
+    ("loss", "loop", "layers"),
     [(relu_layers, True, 96), (residual_layers, True, 48), (anchored_scan, False, 96)],
 )
 def test_peaks_are_predicted_where_much_is_kept(loss, loop, layers):
@@ -98,7 +98,7 @@ def test_peaks_are_predicted_where_much_is_kept(loss, loop, layers):
     assert abs(plan.peak_bytes / found - 1) <= 0.25
 
 
-@pytest.mark.parametrize("loss, loop", [(anchored_scan, False), (bench.looped, True)])
+@pytest.mark.parametrize(("loss", "loop"), [(anchored_scan, False), (bench.looped, True)])
 def test_bytes_per_added_layer_are_predicted(loss, loop):
     depths = (32, 64)
     found = [bench.temp(mw.value_and_grad(loss), *bench.dense_types(n, ROWS, loop)) for n in depths]

@@ -263,9 +263,9 @@ class ScanStep(Step):
             (v, a) for v, a in zip((*in_consts, *in_xs), (*consts, *xs), strict=True) if v not in skip
         )
         self.data_side.run(env, effects=first)
-        if made is None or first:
+        if made is None:
             self.weight_side.run(env, effects=first)
-        if made is not None:
+        else:
             env.update(zip(self.weight_side.wanted, made, strict=True))
         return env
 

@@ -1,8 +1,8 @@
 """Segments that are not walked: differentiated by JAX's own vjp, stored or recomputed.
 
-Phase I keeps either the residuals of the nodes' pullbacks (`store`) or, where that is less, the state at
-the segment's start (`recompute`), from which the nodes are run and linearised again when the reverse pass
-arrives. Gradients are had at once; Phase III never sees such a segment.
+Phase I keeps either the residuals of the nodes' pullbacks (`store`) or, where that is less, the state
+at the segment's start (`recompute`), from which the nodes are run and linearised again when the reverse
+pass arrives. Gradients are had at once; Phase III never sees such a segment.
 
 Nodes are linearised one by one, with barriers between them, and not in one call of `jax.vjp`: XLA would
 keep a pre-activation for the sake of its sign, where a bit of it is enough.
