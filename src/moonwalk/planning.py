@@ -499,7 +499,7 @@ def _is_worth_hoisting(step: ScanStep) -> bool:
     data = {v for e in step.body.trunk.data_side for v in e.outvars}
     known = {*step.body.jaxpr.constvars, *(step.body.jaxpr.invars[i] for i in step.body.weights)}
     made = {v for e in side.eqns for v in e.outvars}
-    if side.silent or any(v in made for v in step.body.trunk.results):
+    if not step.is_light or side.silent or any(v in made for v in step.body.trunk.results):
         return False
     for e in side.eqns:
         for v in e.invars:

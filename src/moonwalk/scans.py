@@ -224,7 +224,19 @@ class ScanStep(Step):
         seeds = nbytes(*(self.ins[j].aval for j in self.seeded))
         ys = self.eqn.outvars[self.body.num_carry :]
         given = nbytes(*(ys[k].aval for k in self.body.active_ys))
-        return inner + anchors + seeds + given
+        hoisted = self.length * self.operand_bytes if self.hoisted else 0
+        return inner + anchors + seeds + given + hoisted
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of one layer's weights, as its nodes read them."""
+        return nbytes(*(v.aval for v in self.weight_side.wanted))
+
+    @property
+    def is_light(self) -> bool:
+        """Whether weights weigh less than activations: then what is made of them for all layers at
+        once, before the loop, costs little memory and saves its latency in every layer."""
+        return self.operand_bytes <= self.carry_bytes
 
     # -- values ----------------------------------------------------------------------------------
     def _inputs(self, fixed: Env, x: Env) -> tuple[list[Any], list[Any], list[Any]]:
@@ -390,6 +402,8 @@ class ScanStep(Step):
 
     def prepare(self, fixed: Env) -> Any:
         """Factors that need a solve, for all layers in one batched call; None: made in the loop."""
+        if not self.is_light:
+            return None
         consts, _, xs = self._inputs(fixed, {})
         if any(
             xs[i - self.body.num_consts - self.body.num_carry] is None
