@@ -157,6 +157,56 @@ def test_without_anchors(name):
     compare(found, reference(name), max(1e-13, 1e-15 * plan.predicted_gain))
 
 
+def in_float32(tree):
+    return jax.tree.map(
+        lambda a: a.astype(np.float32) if getattr(a, "dtype", None) == np.float64 else a, tree
+    )
+
+
+FLOAT32 = {
+    "MLP",
+    "MLP with anchors",
+    "MaxMin",
+    "strided CNN 2D",
+    "patchify",
+    "two towers",
+    "scan with biases, between layers",
+    "scan, reversed, a last period that is shorter",
+    "scan, shared weights",
+    "LoRA",
+    "frozen layers",
+    "Flax NNX",
+}
+
+
+# These close over float64 arrays, which a float32 argument cannot make float32.
+MIXED = {"scan, counter and key", "masked weights", "scan over data", "multiplicative noise"}
+
+
+@pytest.mark.parametrize(
+    "name", some([n for n in NETWORKS if NETWORKS[n].walks and n not in MIXED], FLOAT32)
+)
+def test_float32(name):
+    """Not much worse than float32 backpropagation; where gains are above one, as predicted from them."""
+    n = NETWORKS[name]
+    args, kwargs = in_float32((n.args, n.kwargs))
+    plan = mw.plan(n.loss, *args, method=n.method, **n.options, **kwargs)
+
+    def gradients(fun, *args, **kwargs):
+        found = under_jit(
+            lambda *a, **k: fun(*a, **k)[0] if n.has_aux else fun(*a, **k), *args, **kwargs
+        )
+        return [np.asarray(a, np.float64) for a in found]
+
+    backprop = jax.grad(n.loss, **n.options)
+    truth = gradients(backprop, *n.args, **n.kwargs)
+    theirs = error(gradients(backprop, *args, **kwargs), truth)
+    ours = error(gradients(mw.grad(n.loss, method=plan, **n.options), *args, **kwargs), truth)
+    assert ours <= plan.tolerance
+    if not plan.anchors:
+        assert ours <= max(10 * theirs, np.finfo(np.float32).eps * plan.predicted_gain)
+
+
 # --- random networks --------------------------------------------------------------------------------
 
 ROWS, WIDTH = 16, 8

@@ -50,7 +50,7 @@ def orthogonal_stack(depth, seed, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("activation", [jnp.abs, maxmin], ids=["abs", "maxmin"])
-@pytest.mark.parametrize("depth", [10, 100, 1000])
+@pytest.mark.parametrize("depth", [10, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_isometric_networks_do_not_lose_accuracy_with_depth(depth, activation):
     loss = isometric(activation)
     ours, theirs, apart = [], [], []
@@ -133,7 +133,7 @@ def test_the_papers_layers_stay_exact_by_plan():
     assert error(jax.jit(mw.grad(loss))(*args), backprop) <= 1e-3
 
 
-@pytest.mark.parametrize(("slope", "depth"), [(0.3, 12), (0.1, 6)])
+@pytest.mark.parametrize(("slope", "depth"), [(0.3, 12), (0.2, 8)])
 def test_measured_gains_place_anchors(slope, depth):
     loss, args = triangular(slope), cast(he_stack(depth), jnp.float32)
     truth = jax.jit(jax.grad(loss))(*he_stack(depth))
@@ -175,7 +175,7 @@ def test_on_inexact_acts(slope, depth):
     loss, args = triangular(slope), cast(he_stack(depth), jnp.float32)
     gentle = [jnp.eye(WIDTH, dtype=jnp.float32)] * depth
     for action in ("nan", "raise", "ignore"):
-        method = mw.Moonwalk(tolerance=1e-5, on_inexact=action)
+        method = mw.Moonwalk(tolerance=1e-3, on_inexact=action)
         plan = mw.plan(loss, gentle, *args[1:], method=method)
         assert plan.walks and plan.measured
         run = jax.jit(mw.grad(loss, method=plan))

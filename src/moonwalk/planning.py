@@ -5,7 +5,7 @@ The decisions, in this order:
 1. *Sources* (`plan_walk`): if some nodes in a row were walked, where would Phase III take each cotangent
    from? By vijp where a rule serves the node and its gain is known; from the kept copies at a fork; from
    an anchor elsewhere, and wherever the product of gains since the last exact cotangent exceeds
-   tolerance / eps.
+   tolerance / eps, with a margin.
 2. *Segments* (`_segments`): walking a node costs what ∂y/∂x needs and its anchor, storing it costs all
    its residuals, recomputing a stretch costs the state at its start, once, and all its residuals while
    it is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few
@@ -34,6 +34,10 @@ from .segments import Plain, full_residual, live_bytes
 from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, _restricted
+
+# A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a
+# plan must not ring on the very weights that it was made for.
+MARGIN = 10
 
 Segment = Walk | Plain
 Values = Mapping[Any, Any]
@@ -826,7 +830,7 @@ def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, f
     """A method's settings on this network, and its tolerance."""
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
-    limit = max(1.0, tolerance / float(jnp.finfo(cotangent_dtype(dtype)).eps))
+    limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
     return Options(limit, method.anchor_every, certify, method.walk_precision), tolerance
 
 
