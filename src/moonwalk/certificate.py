@@ -67,7 +67,6 @@ def compare(swept: Array, kept: Array) -> Array:
 def worst(errors: Any) -> Array:
     """The largest of several errors; NaN counts as infinite."""
     if not errors:
-        return jnp.zeros(())
-    wide = jnp.result_type(*errors)
-    stacked = jnp.stack([jnp.asarray(e, wide) for e in errors])
+        return jnp.zeros((), jnp.float32)
+    stacked = jnp.stack([jnp.asarray(e, jnp.float32) for e in errors])
     return jnp.max(jnp.where(jnp.isnan(stacked), jnp.inf, stacked))

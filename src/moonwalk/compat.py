@@ -92,6 +92,7 @@ __all__ = [
     "open_jaxpr",
     "origin",
     "scan_counts",
+    "sharded_axes",
     "source_context",
     "source_line",
     "struct",
@@ -239,6 +240,12 @@ def _explicit_sharding(aval: Any) -> Any:
     sharding = getattr(aval, "sharding", None)
     explicit = sharding is not None and not sharding.mesh.empty and not sharding.mesh.are_all_axes_auto
     return sharding if explicit else None
+
+
+def sharded_axes(aval: Any) -> tuple[int, ...]:
+    """The axes that a mesh with Explicit axes divides among devices."""
+    sharding = _explicit_sharding(aval)
+    return () if sharding is None else tuple(i for i, s in enumerate(sharding.spec) if s is not None)
 
 
 def full(aval: Any, value: float) -> Any:

@@ -69,6 +69,7 @@ def cut(staging: Staging) -> Trunk:
         staged.jaxpr,
         state=staging.inputs,
         weights=staging.weights,
+        constants=trunk.small(staged.jaxpr.constvars),
         outputs=[staging.loss] if not isinstance(staging.loss, Literal) else [],
         consts=dict(zip(staged.jaxpr.constvars, staged.consts, strict=True)),
         names=staged.names,

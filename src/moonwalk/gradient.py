@@ -203,6 +203,8 @@ class _Call:
                 if not isinstance(value, tuple) or len(value) != 2:
                     self._as_jax_would()
                 value, aux = value
+            if not (_is_array(value) or _is_number(value)):
+                raise _NotScalar
             if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
                 raise _NotScalar
             aux_leaves, self.aux_tree = jax.tree.flatten(aux)
@@ -368,7 +370,7 @@ def _advise(fun: Any, described: Plan) -> None:
     _advised.add(key)
     text = described.advice()
     if text:
-        warnings.warn(text, PlanWarning, stacklevel=4)
+        warnings.warn(text, PlanWarning, stacklevel=5)
 
 
 def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk) -> list[Any]:

@@ -433,7 +433,7 @@ def _plan_scan(
         for e in _inner_equations(node):
             if e.effects and e.outvars:
                 return "it calls back to the host and reads the answer, which must happen once"
-    body = scans.open_body(node, cut.fixed)
+    body = scans.open_body(node, cut.fixed, cut.numbers)
     if isinstance(body, str):
         return body
     if not body.active:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Row:
     source: str  # the user's line
     mode: str  # walk, anchor, fork, store, recompute
     bytes: int  # kept until the block is done with
-    gain: float
+    gain: float | None  # of a block that is walked through
     why: str
     m_x: int  # bytes that ∂y/∂x needs
     m_theta: int  # bytes that ∂y/∂θ needs besides
@@ -64,10 +65,10 @@ class Plan:
         return self.walked > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, for JSON."""
+        """Plain numbers and strings, for JSON; what is not bounded is None."""
         result = asdict(self)
         result["gains"] = [[list(key[0]), key[1], gain.factor] for key, gain in self.gains]
-        return result
+        return _finite(result)
 
     def __str__(self) -> str:
         return _table(self)
@@ -85,6 +86,14 @@ class Plan:
         if costly is not None and costly.bytes:
             text += f" The costliest block is {costly.block} at {costly.source}: {costly.why}."
         return text + " Print moonwalk.plan(...) for all of it."
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def human(size: float) -> str:
@@ -113,7 +122,7 @@ def _table(plan: Plan) -> str:
                 human(r.bytes) + times,
                 human(r.m_x),
                 human(r.m_theta),
-                "" if r.mode != "walk" else f"{r.gain:.3g}",
+                "" if r.gain is None else f"{r.gain:.3g}",
                 r.why if len(r.why) < 90 else r.why[:87] + "…",
                 r.source,
             )
@@ -211,6 +220,7 @@ def _step_rows(step: Step, cost: NodeCost, depth: int = 0, times: int = 1) -> li
         why = f"keeps {len(step.kept_copies)} of {len(node.block.outputs)} cotangents"
     if step.is_stem:
         mode = "stem"
+    gain = step.gain.factor if step.source == "vijp" else None
     size = step.kept_bytes + step.memo_bytes
     m_x, m_theta = cost.m_x, cost.m_theta
     if isinstance(step, ScanStep):
@@ -219,9 +229,7 @@ def _step_rows(step: Step, cost: NodeCost, depth: int = 0, times: int = 1) -> li
         size -= step.length * inner
         if step.period is not None:
             why += f", an anchor every {step.period}"
-    rows = [
-        Row(node.describe(), _line(node), mode, size, step.gain.factor, why, m_x, m_theta, depth, times)
-    ]
+    rows = [Row(node.describe(), _line(node), mode, size, gain, why, m_x, m_theta, depth, times)]
     if isinstance(step, ScanStep):
         from .planning import node_costs
 
@@ -249,7 +257,7 @@ def _plain_rows(segment: Plain, costs: Sequence[NodeCost]) -> list[Row]:
                 _line(node),
                 segment.kind,
                 size,
-                float("nan"),
+                None,
                 why,
                 cost.m_x,
                 cost.m_theta,

@@ -8,6 +8,7 @@ entry), the state is kept and the block linearised again from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +38,11 @@ def nbytes(*avals: Any) -> int:
 
 def pack(bits: Any) -> Any:
     """Booleans as bytes, eight in one."""
-    axis = _packed_axis(bits.shape)
+    aval = jax.typeof(bits)
+    axis = _packed_axis(aval)
     if axis is None:
+        if compat.sharded_axes(aval):
+            return bits  # flattening would move them between devices
         flat = bits.reshape(-1)
         bits, axis = jnp.pad(flat, (0, -flat.size % 8)), 0
     shape = bits.shape
@@ -47,22 +51,25 @@ def pack(bits: Any) -> Any:
     return jnp.sum(split.astype(np.uint8) << places, axis=axis + 1, dtype=np.uint8)
 
 
-def unpack(packed: Any, shape: tuple[int, ...]) -> Any:
-    """The booleans of the given shape again."""
-    axis = _packed_axis(shape)
+def unpack(packed: Any, aval: Any) -> Any:
+    """The booleans of the given type again."""
+    if packed.dtype == np.bool_:
+        return packed
+    axis = _packed_axis(aval)
     flat = axis is None
     axis = 0 if axis is None else axis
     places = jnp.arange(8, dtype=np.uint8).reshape((8, *[1] * (packed.ndim - axis - 1)))
     split = (jnp.expand_dims(packed, axis + 1) >> places) & np.uint8(1)
     bits = split.astype(bool)
     if flat:
-        return bits.reshape(-1)[: int(np.prod(shape))].reshape(shape)
-    return bits.reshape(shape)
+        return bits.reshape(-1)[: math.prod(aval.shape)].reshape(aval.shape)
+    return bits.reshape(aval.shape)
 
 
-def _packed_axis(shape: tuple[int, ...]) -> int | None:
-    """The axis along which eight neighbours share a byte: the last that eight divides."""
-    return next((a for a in reversed(range(len(shape))) if shape[a] and shape[a] % 8 == 0), None)
+def _packed_axis(aval: Any) -> int | None:
+    """The axis along which eight neighbours share a byte: the last that eight divides, on one device."""
+    whole = [a for a in range(aval.ndim) if a not in compat.sharded_axes(aval)]
+    return next((a for a in reversed(whole) if aval.shape[a] and aval.shape[a] % 8 == 0), None)
 
 
 # --- residuals --------------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ class Residual:
         else:
             graph.run(self.remade, env)
             for v, value in zip(self.distinct, kept, strict=True):
-                env[v] = unpack(value, v.aval.shape) if v.aval.dtype == np.bool_ else value
+                env[v] = unpack(value, v.aval) if v.aval.dtype == np.bool_ else value
         return jax.tree.unflatten(self.tree, [graph.read(env, v) for v in self.leaves])
 
     def _env(self, args: Sequence[Any]) -> dict[Any, Any]:

@@ -51,8 +51,11 @@ class Body:
         return found[: len(self.active)], found[len(self.active) :]
 
 
-def open_body(node: Node, fixed: frozenset[Any]) -> Body | str:
-    """The body of a scan node, or the reason why it cannot be walked."""
+def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = frozenset()) -> Body | str:
+    """The body of a scan node, or the reason why it cannot be walked.
+
+    `numbers`: variables that are neither weights nor data.
+    """
     block, (eqn,) = node.block, node.block.eqns
     num_consts, num_carry = compat.scan_counts(eqn)
     carries = range(num_consts, num_consts + num_carry)
@@ -84,6 +87,8 @@ def open_body(node: Node, fixed: frozenset[Any]) -> Body | str:
         for i, v in enumerate(eqn.invars)
         if i not in carries and not isinstance(v, Literal) and v not in fixed
     ]
+    plain = [i for i in range(num_consts) if i not in weights and i not in volatile]
+    unread = [i for i in plain if isinstance(eqn.invars[i], Literal) or eqn.invars[i] in numbers]
     known, declarations, names = {}, {}, {}
     for i, (outer, var) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
         stacked = i >= num_consts + num_carry
@@ -104,6 +109,7 @@ def open_body(node: Node, fixed: frozenset[Any]) -> Body | str:
         weights=[jaxpr.invars[i] for i in weights],
         outputs=outputs,
         volatile=[jaxpr.invars[i] for i in volatile],
+        constants=trunk.small(jaxpr.constvars) + trunk.small(jaxpr.invars[i] for i in unread),
         consts=known,
         declarations=declarations,
         names=names,

@@ -131,6 +131,7 @@ class Trunk:
     weights: frozenset[Any]  # of these, the ones a derivative flows from
     on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
     results: frozenset[Any]  # what the jaxpr returns
+    numbers: frozenset[Any] = frozenset()  # of the fixed ones, those that are neither weights nor data
     residuals: dict[Any, Any] = field(default_factory=dict)  # of its nodes, traced once
 
     def kinds(self, variables: Iterable[Any]) -> list[str]:
@@ -212,7 +213,13 @@ def build(
         frozenset(weights_of_trunk),
         frozenset(sides.on_weights),
         results,
+        frozenset(sides.numbers),
     )
+
+
+def small(variables: Iterable[Any]) -> list[Any]:
+    """Arrays of a few numbers (thresholds, coefficients) are no data, wherever they were closed over."""
+    return [v for v in variables if v.aval.size <= 16]
 
 
 class _Sides:
@@ -254,6 +261,7 @@ class _Sides:
                 if d:
                     on_data.update(eqn.outvars)
         self.on_weights = on_weights
+        self.numbers = self.fixed - on_weights - on_data
         self.trunk_vars = {v for e in self.trunk for v in e.outvars}
 
     def absorbed(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
