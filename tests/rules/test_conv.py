@@ -68,12 +68,13 @@ def _run(fun, x, h, mode):
     return (jax.jit(recover) if mode == "jit" else recover)(x, h)
 
 
-def test_drawn_convolutions():
-    """200 draws; at least half of them must be such as can be recovered."""
+@pytest.mark.parametrize("draws", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_drawn_convolutions(draws):
+    """At least half of them must be such as can be recovered."""
     outcomes = {"recovered": 0, "refused": 0}
 
     @given(convolutions())
-    @settings(max_examples=200)
+    @settings(max_examples=draws)
     def run(drawn):
         outcomes[_one_convolution(drawn)] += 1
 

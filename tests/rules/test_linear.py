@@ -27,9 +27,12 @@ def products(draw):
     return batch, inner, free, out, x_order, w_order, draw(st.booleans()), mode, draw(st.integers(0, 99))
 
 
-@given(products())
-@settings(max_examples=200)
-def test_drawn_products(drawn):
+@pytest.mark.parametrize("draws", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_drawn_products(draws):
+    given(products())(settings(max_examples=draws)(_one_product))()
+
+
+def _one_product(drawn):
     batch, inner, free, out, x_order, w_order, state_first, mode, seed = drawn
     n, n_out = math.prod(inner), math.prod(out)
     rng = np.random.default_rng(seed)
