@@ -16,7 +16,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo clean
+.PHONY: help venv test test-all test-latest lint format lock demo bench-engine clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -65,8 +65,14 @@ format: venv ## Fix style and formatting in place
 lock: ## Resolve the dependencies anew and rewrite the locks (needs Python 3.11 and 3.12)
 	requirements/lock.sh
 
-demo: venv ## Run the demonstration
+demo: venv ## Run the demonstrations
+	$(BIN)/python examples/engine.py
+	@echo
 	$(BIN)/python examples/demo.py
+
+bench-engine: venv ## Measure the engine beside backpropagation and checkpointing
+	@mkdir -p build
+	$(BIN)/python results/engine.py --out build/engine.json
 
 clean: ## Remove the environments, caches and builds
 	rm -rf .venv .venv-latest .pytest_cache .hypothesis .ruff_cache build dist

@@ -1,5 +1,6 @@
-"""The documents keep their word: the README's example runs and prints what it says; links lead somewhere."""
+"""The documents keep their word: the README's examples run and print what they say; links lead somewhere."""
 
+import ast
 import os
 import pathlib
 import re
@@ -16,10 +17,10 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_readmes_example(tmp_path):
+def test_the_readmes_examples(tmp_path):
     text = (ROOT / "README.md").read_text()
     code, expected = blocks(text, "python"), blocks(text, "text")
-    assert len(code) == len(expected) == 2
+    assert len(code) == len(expected) == 4
     # block after block in one namespace, as a reader would paste them
     (tmp_path / "run.py").write_text(
         f"space = {{}}\nfor block in {code!r}:\n    exec(compile(block, 'example.py', 'exec'), space)\n"
@@ -42,6 +43,19 @@ def test_the_demo():
     assert "reason:" in done.stdout
 
 
+def test_the_demo_of_the_engine():
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "engine.py"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    backprop, moonwalk = (float(m) for m in re.findall(r"([\d.]+) MiB of temporaries", done.stdout))
+    assert moonwalk <= backprop / 8
+    errors = [float(e) for e in re.findall(r"\d+e-\d+", done.stdout)]
+    assert len(errors) == 2
+    assert max(errors) <= 1e-4
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
@@ -55,9 +69,22 @@ def test_architecture_names_every_module():
         assert f"`{path.stem}`" in text, path.stem
 
 
+def test_architecture_says_what_modules_import():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text[text.index("## Where things are") :].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", table, re.MULTILINE)
+    exact = {name: cell for name, cell in rows if not re.search("below|all of it", cell)}
+    assert len(exact) > 20
+    for name, cell in exact.items():
+        tree = ast.parse((ROOT / "src" / "moonwalk" / f"{name}.py").read_text())
+        nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+        found = {m for n in nodes for m in ([n.module] if n.module else [a.name for a in n.names])}
+        assert found == set(re.findall(r"\w+", cell)), name
+
+
 def test_the_readme_names_the_commands():
     text = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    for command in ("demo", "test"):
+    for command in ("demo", "test", "bench-engine"):
         assert f"make {command}" in text
         assert re.search(rf"^{command}:", makefile, re.MULTILINE)
