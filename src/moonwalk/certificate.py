@@ -2,7 +2,7 @@
 
 Of every block that is walked through, 64 entries of the output's cotangent are kept: a strided slice,
 because a gather would keep the whole array alive. Their relative distance from the swept ones is within
-a factor of about 3 of the error of the whole array (docs/numerics.md §8).
+a factor of about 5 of the error of the whole array (docs/numerics.md §8).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Certificate(NamedTuple):
 
     - `error`: the largest sampled relative error of a swept cotangent over all blocks; 0 where nothing
         was walked.
-    - `closure`: that error at the end of the last walk, where every earlier error has arrived.
+    - `closure`: the largest of those errors at the ends of walks, where every earlier one has arrived.
     """
 
     error: Float[Array, ""]

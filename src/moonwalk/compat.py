@@ -83,6 +83,7 @@ __all__ = [
     "custom_jvp_call_p",
     "custom_vjp_call_p",
     "full",
+    "has_effects",
     "is_concrete",
     "label",
     "literal",
@@ -165,6 +166,14 @@ def checkpoint_mark(eqn: JaxprEqn) -> Any:
 def in_checkpoint(eqn: JaxprEqn) -> bool:
     """Whether the user wrapped the equation in `jax.checkpoint`."""
     return _CHECKPOINT in str(eqn.source_info.name_stack)
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does something besides computing: prints, calls back.
+
+    Collectives carry an effect, too, which only says that they need a named axis.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def label(eqn: JaxprEqn) -> str:

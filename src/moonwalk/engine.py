@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from . import certificate, checks, compat, graph, phases, planning, plans, staging, trunk
 from .certificate import Certificate
 from .compat import Literal
+from .declare import declare_p
 from .errors import EffectError
 from .methods import Moonwalk
+from .partition import MOVING
 from .planning import Book
 from .plans import Plan
 from .registry import Gain
@@ -158,7 +160,9 @@ def plan(
     if values is not None:
         values = dict(values)
         for e in (*whole.data_side, *whole.weight_side):
-            if not e.effects and all(isinstance(v, Literal) or v in values for v in e.invars):
+            if not compat.has_effects(e) and all(
+                isinstance(v, Literal) or v in values for v in e.invars
+            ):
                 graph.run([e], values)
     book = Book(gains, values)
     options, tolerance = planning.options_for(whole, method, certify)
@@ -173,7 +177,7 @@ def plan(
         choice = planning.choose_segments(whole, options, costs, book)
     if values is not None:
         for walk in (s for s in choice.segments if isinstance(s, Walk)):
-            checks.heed(None, planning.weight_alarms(walk, [values]), None)
+            checks.heed(None, planning.weight_alarms(walk, [values], book), None)
     tolerance = planning.tolerance_of(whole, method, choice.segments, tolerance)
     described = plans.describe(
         whole,
@@ -184,15 +188,20 @@ def plan(
         tolerance,
         signature,
         tuple(book.recorded.items()),
-        sum(nbytes(v.aval) for e in whole.weight_side for v in e.outvars),
+        sum(nbytes(v.aval) for e in whole.weight_side if _computes(e) for v in e.outvars),
     )
     return Engine(staging, whole, choice.segments), described
+
+
+def _computes(eqn: Any) -> bool:
+    """Whether a step on the weight side makes new numbers (and is not an identity or a layout)."""
+    return eqn.primitive not in MOVING and eqn.primitive is not declare_p
 
 
 def refuse_effects(jaxpr: Any) -> None:
     """A callback whose answer the loss reads would be asked again in Phase III."""
     for e in jaxpr.eqns:
-        if not e.effects:
+        if not compat.has_effects(e):
             continue
         inner = [v for v in e.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
         inner += [

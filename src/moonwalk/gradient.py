@@ -255,6 +255,11 @@ class _Call:
         named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a) or _is_number(a)]
         return tuple((name, _type(a)) for name, a in named)
 
+    def _is_eager(self) -> bool:
+        """Whether the differentiated arguments have values, and no trace is running."""
+        structs = any(isinstance(a, jax.ShapeDtypeStruct) for a in (*self.leaves, *self.others))
+        return not structs and compat.is_concrete(self.leaves, jnp.zeros(()))
+
     # -- planning --------------------------------------------------------------------------------
     def plan(self, method: Method, *, certify: bool) -> tuple[Engine, Plan, engine.Staging]:
         signature = self.signature()
@@ -266,12 +271,11 @@ class _Call:
             cache = None
         else:
             # Only among eager calls: what jit makes of a function must not depend on who called before.
-            cache = _cache_for(self.fun) if compat.is_concrete(self.leaves) else None
+            cache = _cache_for(self.fun) if self._is_eager() else None
             gains = cache.get((signature, method), ()) if cache is not None else ()
         staged = self.stage(method.inputs)
         consts = staged.staged.consts
-        structs = any(isinstance(a, jax.ShapeDtypeStruct) for a in (*self.leaves, *self.others))
-        if not structs and compat.is_concrete(self.leaves, jnp.zeros(())):  # and no trace is running
+        if self._is_eager():
             jaxpr = staged.jaxpr
             known = zip(
                 (*jaxpr.invars, *jaxpr.constvars), (*self.leaves, *self.others, *consts), strict=True

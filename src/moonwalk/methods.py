@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ class Moonwalk:
 
     - `tolerance`: the relative error of a cotangent that a plan may predict before it places an anchor.
         None: 1e-11 in float64, 1e-4 in float32, 1e-2 in bfloat16 and float16. `math.inf`: no anchors for
-        accuracy's sake, and every block that has a rule is walked.
+        accuracy's sake, and whatever has a rule may be walked.
     - `anchor_every`: an anchor every so many layers, whatever the gains are.
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (gain 1), true float32 elsewhere.
@@ -55,8 +54,3 @@ class Moonwalk:
         object.__setattr__(self, "inputs", tuple(self.inputs))
         if self.walk_precision is not None:
             lax.Precision(self.walk_precision) if isinstance(self.walk_precision, str) else None
-
-    @property
-    def anchors_off(self) -> bool:
-        """Whether accuracy places no anchors."""
-        return self.tolerance is not None and math.isinf(self.tolerance)

@@ -76,6 +76,13 @@ class Book:
     def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
         self.recorded: dict[Any, Gain] = dict(recorded)
         self.values = values
+        self.layers: dict[Any, list[Values] | None] = {}  # what the layers of scans can read, by node
+
+    def layer_values(self, node: Node, body: scans.Body, envs: Any) -> list[Values] | None:
+        """What every layer of a scan can read, evaluated once."""
+        if node not in self.layers:
+            self.layers[node] = _layer_values(node, body, envs)
+        return self.layers[node]
 
     def gain(self, key: Any, rule: Any, block: Any, envs: Sequence[Values] | None) -> tuple[Gain, bool]:
         """(gain, whether it rests on a measurement)."""
@@ -429,11 +436,12 @@ def _plan_scan(
     key: tuple[int, ...],
 ) -> ScanStep | str:
     """A scan as a step of a walk, or the reason why it cannot be one."""
-    if any(e.effects for e in _inner_equations(node)):
+    if any(compat.has_effects(e) for e in _inner_equations(node)):
         for e in _inner_equations(node):
-            if e.effects and e.outvars:
+            if compat.has_effects(e) and e.outvars:
                 return "it calls back to the host and reads the answer, which must happen once"
-    body = scans.open_body(node, cut.fixed, cut.numbers)
+    body = cut.memory.get(("body", node)) or scans.open_body(node, cut.fixed, cut.numbers)
+    cut.memory["body", node] = body
     if isinstance(body, str):
         return body
     if not body.active:
@@ -448,7 +456,7 @@ def _plan_scan(
         wanted=carry_out,
         given=ys,
         book=book,
-        envs=_layer_values(node, body, envs),
+        envs=book.layer_values(node, body, envs),
         prefix=key,
     )
     leaving = [growth[v] for v in carry_out if v in growth]
@@ -489,7 +497,7 @@ def _layer_values(node: Node, body: scans.Body, envs: Sequence[Values] | None) -
                 if a is not None and not carried and i not in body.volatile:
                     inner[v] = a[layer] if i >= stacked else a
             for e in (*body.trunk.data_side, *body.trunk.weight_side):
-                if not e.effects and all(hasattr(v, "val") or v in inner for v in e.invars):
+                if not compat.has_effects(e) and all(hasattr(v, "val") or v in inner for v in e.invars):
                     graph.run([e], inner)
             result.append(inner)
     return result
@@ -642,7 +650,8 @@ def choose_segments(
         walk, _ = plan_walk(cut, 0, n, options, book=book, envs=envs)
         walked = [
             math.inf
-            if any(e.effects and e.outvars for e in s.block.eqns) and not isinstance(s, ScanStep)
+            if any(compat.has_effects(e) and e.outvars for e in s.block.eqns)
+            and not isinstance(s, ScanStep)
             else s.kept_bytes + s.memo_bytes
             for s in walk.steps
         ]
@@ -690,7 +699,7 @@ def _segments(
     best = [infinite] * (n + 1)  # least bytes for the nodes before
     best[0] = 0
     # What calls back must run once: it is stored, unless its scan is walked.
-    pinned = [any(e.effects and e.outvars for e in node.block.eqns) for node in cut.nodes]
+    pinned = [any(compat.has_effects(e) and e.outvars for e in node.block.eqns) for node in cut.nodes]
     walking = [infinite] * (n + 1)  # the same, inside a walk
     walk_start = [0] * (n + 1)
     back: list[tuple[str, int] | None] = [None] * (n + 1)
@@ -776,11 +785,13 @@ def _realise(
     return Choice(segments, kept, transient)
 
 
-def weight_alarms(walk: Walk, envs: Sequence[Values]) -> Iterable[Alarm]:
+def weight_alarms(walk: Walk, envs: Sequence[Values], book: Book) -> Iterable[Alarm]:
     """What the weights' values say against a walk: declarations that do not hold, zero pivots."""
     for step in walk.steps:
         if isinstance(step, ScanStep):
-            yield from weight_alarms(step.walk, _layer_values(step.node, step.body, envs) or ())
+            yield from weight_alarms(
+                step.walk, book.layer_values(step.node, step.body, envs) or (), book
+            )
         elif isinstance(step, BlockStep) and step.source == "vijp" and step.node.rule is not None:
             block = _restricted(step.block, step.through)
             for env in envs:

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import compat
 from .methods import Moonwalk
-from .planning import Choice, NodeCost
+from .planning import Choice, NodeCost, node_costs
 from .registry import Gain
 from .residuals import nbytes
 from .scans import ScanStep
@@ -75,6 +75,14 @@ class Plan:
 
     def advice(self) -> str | None:
         """A sentence if little is saved, naming the costliest block and what would help."""
+        if not self.rows:
+            if self.weight_side_bytes < 2**20:  # a function of a few numbers
+                return None
+            return (
+                "moonwalk: everything in this loss depends on differentiated arguments alone, so there "
+                "is no trunk to walk and all of it is stored; name the arguments that are network "
+                "inputs: method=moonwalk.Moonwalk(inputs=...)"
+            )
         best = min(self.backprop_bytes, self.checkpoint_bytes)
         if self.peak_bytes <= 0.9 * best:
             return None
@@ -164,9 +172,9 @@ def describe(
         method=method,
         tolerance=tolerance,
         kept_bytes=choice.kept,
-        peak_bytes=choice.total - _seed_bytes(choice) + working,
-        backprop_bytes=sum(c.backprop for c in costs) + working,
-        checkpoint_bytes=plain.total + working,
+        peak_bytes=choice.total - _seed_bytes(choice) + working + weight_side_bytes,
+        backprop_bytes=sum(c.backprop for c in costs) + working + weight_side_bytes,
+        checkpoint_bytes=plain.total + working + weight_side_bytes,
         weight_side_bytes=weight_side_bytes,
         walked=sum(s.source == "vijp" and not isinstance(s, ScanStep) for s in steps),
         anchors=sum(s.source == "anchor" and not s.is_stem for s in steps if not isinstance(s, ScanStep))
@@ -231,8 +239,6 @@ def _step_rows(step: Step, cost: NodeCost, depth: int = 0, times: int = 1) -> li
             why += f", an anchor every {step.period}"
     rows = [Row(node.describe(), _line(node), mode, size, gain, why, m_x, m_theta, depth, times)]
     if isinstance(step, ScanStep):
-        from .planning import node_costs
-
         for inner_step, inner_cost in zip(step.walk.steps, node_costs(step.body.trunk), strict=True):
             rows += _step_rows(inner_step, inner_cost, depth + 1, step.length)
     return rows

@@ -154,7 +154,7 @@ class Residual:
         env = self._env([*[None] * self.count, *operands])
         if self.from_state:
             env.update(zip((self.jaxpr.invars[i] for i in self.moving), kept, strict=True))
-            graph.run([e for e in self.jaxpr.eqns if not e.effects], env)
+            graph.run([e for e in self.jaxpr.eqns if not compat.has_effects(e)], env)
         else:
             graph.run(self.remade, env)
             for v, value in zip(self.distinct, kept, strict=True):
@@ -183,7 +183,7 @@ def needed(eqns: Sequence[JaxprEqn], outputs: Sequence[Any], *, effects: bool = 
     """The equations that these outputs need; with `effects`, also those that print or call back."""
     wanted, kept = set(outputs), []
     for eqn in reversed(eqns):
-        if any(v in wanted for v in eqn.outvars) or (effects and eqn.effects):
+        if any(v in wanted for v in eqn.outvars) or (effects and compat.has_effects(eqn)):
             kept.append(eqn)
             wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
     return kept[::-1]

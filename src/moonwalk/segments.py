@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from . import scans
+from . import compat, scans
 from .residuals import Residual, nbytes
 from .trunk import Node, Trunk
 from .walks import Env, Gradients, add_gradients, hold
@@ -41,17 +41,17 @@ def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residu
         return (*y, *exports), pullback
 
     key = (node, period)
-    if key not in trunk.residuals:
+    if key not in trunk.memory:
         x, operands = block.structs()
         # A light node may be linearised again from its state; a heavy one would take as long again.
-        trunk.residuals[key] = Residual(
+        trunk.memory[key] = Residual(
             linearize,
             x,
             operands,
             trunk.kinds(block.operands),
             rerun=not node.is_heavy and not node.effects,
         )
-    return trunk.residuals[key]
+    return trunk.memory[key]
 
 
 class Plain:
@@ -71,7 +71,7 @@ class Plain:
         self.inputs = tuple(v for v in reads if v not in made and v not in trunk.fixed)
         self.stored_bytes = self._stored_bytes()
         self.state_bytes = nbytes(*(v.aval for v in self.inputs))
-        once = any(e.effects and e.outvars for n in self.nodes for e in n.block.eqns)
+        once = any(compat.has_effects(e) and e.outvars for n in self.nodes for e in n.block.eqns)
         asked = any(n.checkpointed for n in self.nodes)  # what the user checkpointed is never stored
         self.recomputed = not once and (asked or self.state_bytes < self.stored_bytes)
         self.last: dict[Any, int] = {}

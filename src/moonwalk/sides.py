@@ -26,7 +26,7 @@ class WeightSide:
         read = [v for n in trunk.nodes for v in n.block.operands if v in made]
         self.eqns = needed(trunk.weight_side, [*read, *self.wanted, *also])
         self.is_trivial = not any(v in made for v in self.wanted)
-        self.silent = [e for e in trunk.weight_side if e.effects and not e.outvars]
+        self.silent = [e for e in trunk.weight_side if compat.has_effects(e) and not e.outvars]
         self.loud = needed(trunk.weight_side, [v for e in self.silent for v in e.invars if _is_var(v)])
 
     def run(self, env: dict[Any, Any], *, effects: bool = False) -> None:
@@ -61,9 +61,9 @@ class DataSide:
         made = {v for e in trunk.data_side for v in e.outvars}
         read = [v for n in trunk.nodes for v in (*n.block.operands, *n.block.inputs) if v in made]
         read += [v for e in trunk.weight_side for v in e.invars if _is_var(v)]
-        self.silent = [e for e in trunk.data_side if e.effects and not e.outvars]
+        self.silent = [e for e in trunk.data_side if compat.has_effects(e) and not e.outvars]
         self.loud = needed(trunk.data_side, [v for e in self.silent for v in e.invars if _is_var(v)])
-        effects = [v for e in trunk.data_side if e.effects for v in e.outvars]
+        effects = [v for e in trunk.data_side if compat.has_effects(e) for v in e.outvars]
         self.eqns = needed(trunk.data_side, [*(v for v in read if v in made), *also, *effects])
 
     def run(self, env: dict[Any, Any], *, effects: bool = False) -> None:

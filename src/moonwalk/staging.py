@@ -90,7 +90,7 @@ def _key(eqn: compat.JaxprEqn, inputs: Sequence[Any]) -> Any:
         hash(params)
     except TypeError:
         return None
-    return None if eqn.effects else (eqn.primitive, operands, params)
+    return None if compat.has_effects(eqn) else (eqn.primitive, operands, params)
 
 
 def name_constants(

@@ -82,7 +82,7 @@ class Node:
 
     @cached_property
     def effects(self) -> bool:
-        return any(e.effects for e in self.block.eqns)
+        return any(compat.has_effects(e) for e in self.block.eqns)
 
     def describe(self) -> str:
         """'dot_general f32[8,3] -> f32[8,4]'."""
@@ -132,7 +132,7 @@ class Trunk:
     on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
     results: frozenset[Any]  # what the jaxpr returns
     numbers: frozenset[Any] = frozenset()  # of the fixed ones, those that are neither weights nor data
-    residuals: dict[Any, Any] = field(default_factory=dict)  # of its nodes, traced once
+    memory: dict[Any, Any] = field(default_factory=dict)  # of its nodes: residuals, bodies, made once
 
     def kinds(self, variables: Iterable[Any]) -> list[str]:
         """Of each operand: "weight", "data", or "moving" where only a forward pass has it."""

@@ -300,7 +300,7 @@ def _compact_form(block: Block) -> _Compact | None:
     x, operands = block.structs()
     k = len(x)
     shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
-    if len(shapes) != 1 or any(e.effects for e in block.eqns):
+    if len(shapes) != 1 or any(compat.has_effects(e) for e in block.eqns):
         return None
 
     def entries(*args: Any) -> list[Any]:
