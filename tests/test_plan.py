@@ -121,7 +121,7 @@ def test_a_plan_is_plain_data(walking):
     assert [r["block"] for r in found["rows"]] == [r.block for r in walking.rows]
     measured = mw.plan(loss_of(dense), GENERAL, X)
     factors = [factor for *_, factor in json.loads(json.dumps(measured.to_dict()))["gains"]]
-    assert factors and all(f > 0 for f in factors)
+    assert factors and all(f is None or f > 0 for f in factors)  # None: not bounded
 
 
 def test_a_plan_is_frozen_and_hashable(walking):
@@ -171,7 +171,9 @@ def test_m_x_and_m_theta(walking):
 
 
 def test_more_layers_keep_a_bit_per_entry_each():
-    kept = [mw.plan(loss_of(turn), *structs(ORTHOGONAL * n, X)).kept_bytes for n in (1, 2)]
+    """Without a loss of accuracy, that is: |x| has gain 1 at any depth."""
+    loss = loss_of(lambda x, w: jnp.abs(x @ mw.declare(w, "orthogonal")))
+    kept = [mw.plan(loss, *structs(ORTHOGONAL * n, X)).kept_bytes for n in (1, 2)]
     assert kept[1] - kept[0] == DEPTH * STATE // 64
 
 
@@ -243,7 +245,7 @@ def test_anchors_by_tolerance():
     """A smaller one wants more of them; an infinite one, none."""
     loss = loss_of(dense)
     plan = lambda t: mw.plan(loss, GENERAL, X, method=mw.Moonwalk(tolerance=t))
-    strict, usual, free = map(plan, (5e-15, 1e-11, math.inf))
+    strict, usual, free = map(plan, (5e-14, 1e-11, math.inf))
     assert strict.anchors > usual.anchors == free.anchors == 0
     rows = [r for r in strict.rows if r.mode == "anchor"]
     assert "error would exceed the tolerance" in {r.why for r in rows}

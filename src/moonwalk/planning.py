@@ -508,8 +508,8 @@ def _is_worth_hoisting(step: ScanStep) -> bool:
     side = step.weight_side
     if side.is_trivial:
         return False
-    data = {v for e in step.body.trunk.data_side for v in e.outvars}
-    known = {*step.body.jaxpr.constvars, *(step.body.jaxpr.invars[i] for i in step.body.weights)}
+    parameters = {step.body.jaxpr.invars[i] for i in step.body.weights}
+    known = parameters | set(step.body.jaxpr.constvars) | step.body.trunk.numbers
     made = {v for e in side.eqns for v in e.outvars}
     if not step.is_light or side.silent or any(v in made for v in step.body.trunk.results):
         return False
@@ -517,7 +517,7 @@ def _is_worth_hoisting(step: ScanStep) -> bool:
         for v in e.invars:
             if hasattr(v, "val"):
                 continue
-            if v in data or (v not in made and v not in known):
+            if v not in made and v not in known:
                 return False
     return any(trunk.is_heavy(e) or scans._costly_inside(e) for e in side.eqns)
 

@@ -265,6 +265,10 @@ class ScanStep(Step):
             axes = tuple(0 if i >= stacked else None for i in known)
             size = {} if any(a == 0 for a in axes) else {"axis_size": self.length}
             shared = dict(zip(self.body.jaxpr.constvars, self.body.consts, strict=True))
+            numbers = self.body.trunk.numbers
+            ins = zip(self.body.jaxpr.invars, consts, strict=False)
+            shared.update((v, a) for v, a in ins if v in numbers)
+            graph.run([e for e in self.body.trunk.data_side if set(e.outvars) <= numbers], shared)
             values = functools.partial(self.weight_side.values, others=shared)
             return jax.vmap(values, in_axes=axes, **size)(*weights)
 
