@@ -794,3 +794,9 @@ def test_all_phases_of_a_loop_read_the_same_weights(monkeypatch):
     for phase in phases[1:]:
         for a, b in zip(seen["phase_one"], seen[phase], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_unknown_precisions_are_refused():
+    with pytest.raises(ValueError, match="walk_precision must be None, a jax.lax.Precision"):
+        mw.Moonwalk(walk_precision="exact")
+    assert mw.Moonwalk(walk_precision="highest") == mw.Moonwalk(walk_precision=lax.Precision.HIGHEST)

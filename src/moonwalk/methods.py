@@ -52,5 +52,13 @@ class Moonwalk:
         if isinstance(self.inputs, int):
             object.__setattr__(self, "inputs", (self.inputs,))
         object.__setattr__(self, "inputs", tuple(self.inputs))
-        if self.walk_precision is not None:
-            lax.Precision(self.walk_precision) if isinstance(self.walk_precision, str) else None
+        if self.walk_precision is not None and not isinstance(
+            self.walk_precision, lax.Precision | lax.DotAlgorithmPreset
+        ):
+            try:
+                object.__setattr__(self, "walk_precision", lax.Precision(self.walk_precision))
+            except ValueError:
+                raise ValueError(
+                    "Moonwalk: walk_precision must be None, a jax.lax.Precision (or its name: "
+                    f"'high', 'highest') or a jax.lax.DotAlgorithmPreset, got {self.walk_precision!r}"
+                ) from None

@@ -33,7 +33,7 @@ from .scans import ScanStep
 from .segments import Plain, full_residual, live_bytes
 from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
-from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, _restricted
+from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, restricted
 
 # A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a
 # plan must not ring on the very weights that it was made for.
@@ -184,7 +184,7 @@ class _Sources:
         from_fork = [v for v in inputs if v in self.maker and self.nodes[self.maker[v]].is_fork]
         if [e.primitive for e in node.block.eqns] in ([lax.add_p], [lax.sub_p]):
             choice = from_fork[-1:] or [v for v in inputs if not self._is_stem(v)][:1]
-            if choice and trunk.find_rule(_restricted(node.block, choice))[0] is not None:
+            if choice and trunk.find_rule(restricted(node.block, choice))[0] is not None:
                 return tuple(choice)
         walked = tuple(v for v in inputs if not self._is_stem(v))
         return walked if walked else inputs
@@ -199,7 +199,7 @@ class _Sources:
             return None
         if node.is_scan:
             return self._scan_gain(i)
-        block = _restricted(node.block, self.through[i])
+        block = restricted(node.block, self.through[i])
         rule = node.rule
         if block is not node.block:
             rule, _ = trunk.find_rule(block)
@@ -371,7 +371,7 @@ class _Sources:
                 reason = self._reason(i)
                 through = self.through[i] if self.source[i] == "vijp" else ()
                 if self.source[i] == "vijp" and through != node.block.inputs:
-                    rule, verdict = trunk.find_rule(_restricted(node.block, through))
+                    rule, verdict = trunk.find_rule(restricted(node.block, through))
                     node = replace(node, rule=rule, verdict=verdict)
                 gain = self.gains[i] or Gain(1.0, mixes=False)
                 step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
@@ -421,7 +421,7 @@ def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int 
         return length
     longest = max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9)))
     divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
-    return divisor if 2 * divisor > longest else longest
+    return divisor if 5 * divisor >= 4 * longest else longest
 
 
 # --- scans ------------------------------------------------------------------------------------------
@@ -436,10 +436,9 @@ def _plan_scan(
     key: tuple[int, ...],
 ) -> ScanStep | str:
     """A scan as a step of a walk, or the reason why it cannot be one."""
-    if any(compat.has_effects(e) for e in _inner_equations(node)):
-        for e in _inner_equations(node):
-            if compat.has_effects(e) and e.outvars:
-                return "it calls back to the host and reads the answer, which must happen once"
+    inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
+    if any(compat.has_effects(e) and e.outvars for e in inner.eqns):
+        return "something inside it calls back to the host, which must happen once"
     body = cut.memory.get(("body", node)) or scans.open_body(node, cut.fixed, cut.numbers)
     cut.memory["body", node] = body
     if isinstance(body, str):
@@ -474,11 +473,6 @@ def _plan_scan(
     )
     step.hoisted = _is_worth_hoisting(step)
     return step
-
-
-def _inner_equations(node: Node) -> list[Any]:
-    inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
-    return list(inner.eqns)
 
 
 def _layer_values(node: Node, body: scans.Body, envs: Sequence[Values] | None) -> list[Values] | None:
@@ -519,7 +513,7 @@ def _is_worth_hoisting(step: ScanStep) -> bool:
                 continue
             if v not in made and v not in known:
                 return False
-    return any(trunk.is_heavy(e) or scans._costly_inside(e) for e in side.eqns)
+    return any(trunk.is_heavy(e) or scans.costly_inside(e) for e in side.eqns)
 
 
 # --- segments -----------------------------------------------------------------------------------------
@@ -793,7 +787,7 @@ def weight_alarms(walk: Walk, envs: Sequence[Values], book: Book) -> Iterable[Al
                 step.walk, book.layer_values(step.node, step.body, envs) or (), book
             )
         elif isinstance(step, BlockStep) and step.source == "vijp" and step.node.rule is not None:
-            block = _restricted(step.block, step.through)
+            block = restricted(step.block, step.through)
             for env in envs:
                 if all(v in env for v in block.operands):
                     operands = [env[v] for v in block.operands]

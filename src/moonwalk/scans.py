@@ -588,12 +588,12 @@ def is_costly(step: Step, env: Env) -> bool:
         )
     except KeyError:
         return False
-    return any(_costly_inside(e) for e in compat.open_jaxpr(closed)[0].eqns)
+    return any(costly_inside(e) for e in compat.open_jaxpr(closed)[0].eqns)
 
 
-def _costly_inside(eqn: Any) -> bool:
+def costly_inside(eqn: Any) -> bool:
     if eqn.primitive in compat.CALLS:
-        return any(_costly_inside(e) for e in compat.called_jaxpr(eqn)[0].eqns)
+        return any(costly_inside(e) for e in compat.called_jaxpr(eqn)[0].eqns)
     return any(eqn.primitive.name.startswith(name) for name in _COSTLY)
 
 

@@ -121,7 +121,7 @@ class BlockStep(Step):
         self.twin = twin = self._make_twin()
         places = [block.inputs.index(v) for v in self.through]
         through = [twin.inputs[i] for i in places]
-        self.inner = _restricted(twin, through) if self.source == "vijp" else twin
+        self.inner = restricted(twin, through) if self.source == "vijp" else twin
         rule, inner = self.node.rule, self.inner
 
         def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
@@ -264,7 +264,7 @@ def as_cotangent(v: Any, h: Any) -> Any:
     return h.astype(twins.cotangent_dtype(v.aval.dtype))
 
 
-def _restricted(block: Block, through: Sequence[Any]) -> Block:
+def restricted(block: Block, through: Sequence[Any]) -> Block:
     """The block with some of its inputs as operands."""
     if tuple(through) == block.inputs:
         return block
