@@ -25,7 +25,6 @@ EXACT = 1e-10  # in float64, of all leaves together
 EAGER = {
     "MLP with biases",
     "MLP with anchors",
-    "strided CNN 2D",
     "max pooling",
     "residual around walked layers",
     "own checkpoint",
@@ -169,13 +168,9 @@ FLOAT32 = {
     "MaxMin",
     "strided CNN 2D",
     "patchify",
-    "two towers",
     "scan with biases, between layers",
     "scan, reversed, a last period that is shorter",
-    "scan, shared weights",
     "LoRA",
-    "frozen layers",
-    "Flax NNX",
 }
 
 

@@ -68,7 +68,7 @@ def _run(fun, x, h, mode):
     return (jax.jit(recover) if mode == "jit" else recover)(x, h)
 
 
-@pytest.mark.parametrize("draws", [80, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_drawn_convolutions(draws):
     """At least half of them must be such as can be recovered."""
     outcomes = {"recovered": 0, "refused": 0}

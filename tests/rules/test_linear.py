@@ -27,7 +27,7 @@ def products(draw):
     return batch, inner, free, out, x_order, w_order, draw(st.booleans()), mode, draw(st.integers(0, 99))
 
 
-@pytest.mark.parametrize("draws", [80, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_drawn_products(draws):
     given(products())(settings(max_examples=draws)(_one_product))()
 

@@ -35,7 +35,11 @@ def test_vmap_without_jit(name):
     assert jnp.allclose(found, jnp.stack([truth, 2 * truth]), rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
+# In `make test`, every rule once; in `make test-all`, every case.
+_SOME = [pytest.param(n, marks=() if n in EAGER else pytest.mark.slow) for n in CASES]
+
+
+@pytest.mark.parametrize("name", _SOME)
 def test_float32(name):
     case = CASES[name]
     primals = jax.tree.map(lambda a: a.astype(jnp.float32), case.primals)
