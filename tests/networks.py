@@ -66,6 +66,7 @@ def network(name: str, loss: Callable[..., Any], *args: Any, modes: str = "", **
 
 ROWS, WIDTH = 16, 8
 X = normal(ROWS, WIDTH, seed=100)
+MANY = normal(8 * ROWS, WIDTH, seed=101)  # where activations outweigh a copy of the weights
 Y = normal(ROWS, WIDTH, seed=101)
 SEQUENCE = normal(2, 32, 4, seed=102)
 IMAGE = normal(2, 16, 16, 4, seed=103)
@@ -688,7 +689,7 @@ network(
     "scan, a last period that is shorter",
     lambda w, x: square(lax.scan(CARRY(turn), x, w)[0]),
     stack(orthogonals(10)),
-    X,
+    MANY,
     method=mw.Moonwalk(anchor_every=4),
     walked=2,
     anchors=True,
@@ -697,7 +698,7 @@ network(
     "scan, reversed, a last period that is shorter",
     lambda p, x: square(lax.scan(lambda c, p: (turn(c, p[0]) + p[1], None), x, p, reverse=True)[0]),
     (stack(orthogonals(10)), normal(10, 8)),
-    X,
+    MANY,
     method=mw.Moonwalk(anchor_every=3),
     walked=2,
     anchors=True,

@@ -421,7 +421,9 @@ def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int 
         return length
     longest = max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9)))
     divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
-    return divisor if 5 * divisor >= 4 * longest else longest
+    if 5 * divisor >= 4 * longest:  # a last period that is shorter copies the weights
+        return divisor
+    return -(-length // -(-length // longest))  # as few anchors as that takes, evenly spread
 
 
 # --- scans ------------------------------------------------------------------------------------------

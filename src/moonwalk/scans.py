@@ -231,7 +231,10 @@ class ScanStep(Step):
         ys = self.eqn.outvars[self.body.num_carry :]
         given = nbytes(*(ys[k].aval for k in self.body.active_ys))
         hoisted = self.length * self.operand_bytes if self.hoisted else 0
-        return inner + anchors + seeds + given + hoisted
+        copied = 0
+        if self.period is not None and self.length % self.period:  # the shorter last period is cut off
+            copied = nbytes(*(v.aval for v in self.eqn.invars if _in(v, self.node.weights)))
+        return inner + anchors + seeds + given + hoisted + copied
 
     @property
     def operand_bytes(self) -> int:
