@@ -311,7 +311,7 @@ class _Call:
         leaves = [jnp.asarray(a) for a in self.leaves]
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
-        if certify or described.measured:
+        if described.checked:
             gradients = _heed(gradients, found, described, settings)
         value, *arrays = out
         values = iter(arrays)
@@ -386,8 +386,9 @@ def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moo
         return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
     text = (
         f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
-        "weights have drifted from those that the plan measured, or a declared structure does not hold; "
-        "plan anew, lower anchor_every, or pass Moonwalk(on_inexact='nan' or 'ignore')"
+        "weights have drifted from those that the plan measured, a declared structure does not hold, or "
+        "the cotangents of a fork's branches cancel; plan anew, lower anchor_every, or pass "
+        "Moonwalk(on_inexact='nan' or 'ignore')"
     )
     known = compat.concrete(bad)
     if known is None:

@@ -70,7 +70,7 @@ class Book:
     """Gains by node: what a trace can bound, or what was measured on values.
 
     A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan,
-    with its description: a book written for one network is refused by another.
+    with its description: of another network a book knows nothing.
     """
 
     def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
@@ -135,10 +135,23 @@ def plan_walk(
     nodes = cut.nodes[start:stop]
     book = book or Book()
     place = (prefix, start)
-    planner = _Sources(cut, nodes, options, set(wanted), frozenset(given), book, envs, place)
-    growth = planner.settle()
-    walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
-    walk.growth = planner.largest_growth
+
+    def planned(by_skips: bool) -> tuple[Walk, dict[Any, Growth]]:
+        planner = _Sources(
+            cut, nodes, options, set(wanted), frozenset(given), book, envs, place, by_skips
+        )
+        growth = planner.settle()
+        walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
+        walk.growth = planner.largest_growth
+        return walk, growth
+
+    walk, growth = planned(by_skips=False)
+    if any(n.is_fork for n in nodes):
+        # A join takes its cotangent from the branch, or from the skip, whose copy is then kept. The
+        # branch is left with a difference of cotangents, which may cancel: only where that keeps less.
+        other = planned(by_skips=True)
+        if other[0].kept_bytes < walk.kept_bytes:
+            walk, growth = other
     if not prefix:
         # Where nothing is lost the ambient precision is right; elsewhere rounding would grow.
         precise = lax.Precision.HIGHEST if walk.growth > 1 else None
@@ -159,8 +172,9 @@ class _Sources:
         book: Book,
         envs: Sequence[Values] | None,
         place: tuple[tuple[int, ...], int],
+        by_skips: bool,
     ):
-        self.cut, self.nodes, self.options = cut, nodes, options
+        self.cut, self.nodes, self.options, self.by_skips = cut, nodes, options, by_skips
         self.wanted_out, self.given = wanted, given
         self.book, self.envs, self.place = book, envs, place
         self.measured: set[int] = set()
@@ -175,15 +189,16 @@ class _Sources:
     def _through(self, node: Node) -> tuple[Any, ...]:
         """The inputs by which a walk goes through a node.
 
-        A sum takes its cotangent from any one summand: best from a copy that a fork kept, which is
-        exact. What a stem adds has no cotangent of its own in the sweep.
+        A sum takes its cotangent from any one summand: a branch, or a skip (a fork's copy). What a stem
+        adds has no cotangent of its own in the sweep.
         """
         inputs = node.block.inputs
         if len(inputs) < 2 or node.rule is None:
             return inputs
-        from_fork = [v for v in inputs if v in self.maker and self.nodes[self.maker[v]].is_fork]
         if [e.primitive for e in node.block.eqns] in ([lax.add_p], [lax.sub_p]):
-            choice = from_fork[-1:] or [v for v in inputs if not self._is_stem(v)][:1]
+            skips = [v for v in inputs if v in self.maker and self.nodes[self.maker[v]].is_fork]
+            others = [v for v in inputs if v not in skips and not self._is_stem(v)]
+            choice = (skips[-1:] or others[:1]) if self.by_skips else (others[:1] or skips[-1:])
             if choice and trunk.find_rule(restricted(node.block, choice))[0] is not None:
                 return tuple(choice)
         walked = tuple(v for v in inputs if not self._is_stem(v))
@@ -240,18 +255,15 @@ class _Sources:
                 self.source[i] = "given"
             elif (gain := self.gains[i]) is None or i in self.forced or is_stem:
                 self.source[i] = "anchor"
+            elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
+                self.source[i] = "vijp"
+                wanted.update(node.block.inputs)
             elif gain.factor > self.options.limit and self.options.anchor_every is None:
                 self.forced[i] = _too_large(gain.factor)
                 self.source[i] = "anchor"
-            elif isinstance(self.scan_steps.get(i), ScanStep):
-                self.source[i] = "vijp"
-                wanted.update(node.block.inputs)
             else:
                 self.source[i] = "vijp"
                 wanted.update(self.through[i])
-            # a scan is walked even where its output's cotangent is not recovered by it
-            if self.source[i] == "anchor" and isinstance(self.scan_steps.get(i), ScanStep):
-                wanted.update(node.block.inputs)
 
     def _decide_fork(self, i: int, wanted: set[Any]) -> None:
         (v,), copies = self.nodes[i].block.inputs, self.nodes[i].block.outputs
@@ -308,16 +320,16 @@ class _Sources:
             assert gain is not None
             step = self.scan_steps.get(i)
             if isinstance(step, ScanStep):
-                leaving = self._through_scan(step, arriving, gain)
+                leaving, largest = self._through_scan(step, arriving, gain)
             else:
-                leaving = arriving.times(gain)
+                leaving = largest = arriving.times(gain)
                 if limited and leaving.factor > self.options.limit:
-                    return growth, self._cheapest(i, growth)
+                    return growth, self._cheapest(i)
             growth.update((v, leaving) for v in outputs)
-            self.largest_growth = max(self.largest_growth, leaving.factor)
+            self.largest_growth = max(self.largest_growth, largest.factor)
         return growth, None
 
-    def _cheapest(self, violated: int, growth: dict[Any, Growth]) -> int:
+    def _cheapest(self, violated: int) -> int:
         """Where to anchor so that node `violated` stays exact: the smallest state on the way, late."""
         best, i = violated, violated
         size = nbytes(*(v.aval for v in self.nodes[violated].block.outputs))
@@ -332,19 +344,20 @@ class _Sources:
             if 2 * here <= size:  # clearly smaller, or not worth an earlier anchor
                 best, size = i, here
 
-    def _through_scan(self, step: ScanStep, arriving: Growth, layer: Gain) -> Growth:
-        """Choose the scan's period; returns the growth at its end."""
+    def _through_scan(self, step: ScanStep, arriving: Growth, layer: Gain) -> tuple[Growth, Growth]:
+        """Choose the scan's period; returns the growth at its end, and the largest inside."""
         if self.options.anchor_every is not None:
-            every = self.options.anchor_every
-            step.period = every if every < step.length else None
-            return Growth() if step.period else arriving
-        step.period = period_for(layer, arriving, step.length, self.options.limit)
+            step.period = self.options.anchor_every if self.options.anchor_every < step.length else None
+        else:
+            step.period = period_for(layer, arriving, step.length, self.options.limit)
+        # Inside a layer error may be larger than at its end.
+        inside = Growth(step.walk.growth, layer.mixes)
         if step.period is None:
-            return Growth(
-                arriving.product * _power(layer.factor, step.length), layer.mixes or arriving.mixes
-            )
+            whole = arriving.times(Gain(_power(layer.factor, step.length), layer.mixes))
+            return whole, Growth.worst([whole, inside])
+        period = Growth(_power(layer.factor, step.period), layer.mixes)
         rest = step.length % step.period or step.period
-        return Growth(_power(layer.factor, rest), layer.mixes)
+        return Growth(_power(layer.factor, rest), layer.mixes), Growth.worst([period, inside])
 
     # -- the steps ----------------------------------------------------------------------------------
     def steps(self) -> list[Step]:
@@ -448,18 +461,19 @@ def _plan_scan(
     if not body.active:
         return "no carry takes part in the derivative"
     carry_out, ys = body.outputs
-    inner = Options(options.limit)
     walk, growth = plan_walk(
         body.trunk,
         0,
         len(body.trunk.nodes),
-        inner,
+        Options(options.limit),
         wanted=carry_out,
         given=ys,
         book=book,
         envs=book.layer_values(node, body, envs),
         prefix=key,
     )
+    # The carry's cotangents are compared once a layer; a difference inside may be lost on the way there.
+    walk.certify = options.certify and walk.has_difference
     leaving = [growth[v] for v in carry_out if v in growth]
     layer = Growth.worst(leaving)
     step = ScanStep(
@@ -653,7 +667,7 @@ def choose_segments(
         ]
     best: Choice | None = None
     for allowed in (True, False) if walks else (False,):
-        for limit in _transients(cut, costs):
+        for limit in _transients(costs):
             pieces = _segments(cut, costs, live, walked if allowed else None, limit)
             if pieces is None:
                 continue
@@ -667,9 +681,8 @@ def choose_segments(
     return best
 
 
-def _transients(cut: Trunk, costs: Sequence[NodeCost]) -> list[int]:
+def _transients(costs: Sequence[NodeCost]) -> list[int]:
     """Limits to try on what a recomputed stretch may take."""
-    del cut
     kept = sorted({c.full for c in costs if c.full})
     total = sum(c.full for c in costs)
     limits = {0, total, *kept[:: max(1, len(kept) // 8)], *kept[-1:]}
@@ -839,6 +852,3 @@ def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, f
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
     return Options(limit, method.anchor_every, certify, method.walk_precision), tolerance
-
-
-__all__ = ["Choice", "Options", "choose_segments", "node_costs", "options_for", "plan_walk"]

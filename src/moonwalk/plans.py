@@ -55,7 +55,8 @@ class Plan:
     walked: int  # blocks whose output's cotangent is recovered
     anchors: int
     predicted_gain: float
-    measured: bool
+    measured: bool  # whether a walk rests on measured gains
+    checked: bool  # whether its walks are certified, asked or not
     signature: tuple[tuple[str, str], ...]
     gains: tuple[tuple[Any, Gain], ...]
 
@@ -181,6 +182,7 @@ def describe(
         + sum(s.period is not None for s in steps if isinstance(s, ScanStep)),
         predicted_gain=max((w.growth for w in walks), default=1.0),
         measured=any(w.is_measured for w in walks),
+        checked=any(w.certify for w in walks),
         signature=signature,
         gains=gains,
     )

@@ -202,6 +202,10 @@ class ScanStep(Step):
         self.measured = self.walk.is_measured
 
     @property
+    def has_difference(self) -> bool:
+        return self.walk.has_difference
+
+    @property
     def is_stem(self) -> bool:
         return False  # a scan over the data itself still walks its layers
 
@@ -210,11 +214,6 @@ class ScanStep(Step):
         self.walk.in_precision(precision)
 
     # -- bytes -----------------------------------------------------------------------------------
-    @property
-    def layer_bytes(self) -> int:
-        """What one layer keeps."""
-        return self.walk.kept_bytes
-
     @property
     def carry_bytes(self) -> int:
         return nbytes(*(v.aval for v in self.h_ins))
@@ -347,13 +346,13 @@ class ScanStep(Step):
             for v, a in zip((*out_carry, *out_ys), (*h_carry, *h_ys), strict=True):
                 layer[v] = a
             samples = [certificate.sample(a) for a in h_carry] if self.certify else ()
-            memos, _, found = self.walk.phase_two(env, kept, layer)
+            memos, inner, found = self.walk.phase_two(env, kept, layer)
             # An output of weights alone is read by no node: its cotangent is its gradient.
             for v, a in zip(out_ys, h_ys, strict=True):
                 if v in body.trunk.weights:
                     add_gradients(found, {v: a})
             total, per_layer = self._share(env, found, total, made)
-            return ([layer[v] for v in self.h_ins], total), (memos, samples, per_layer)
+            return ([layer[v] for v in self.h_ins], total), (memos, (samples, inner), per_layer)
 
         start = (h_last, self._zero_totals(consts, made))
         (h_first, total), (memos, samples, per_layer), anchors = self._in_periods(
@@ -429,7 +428,7 @@ class ScanStep(Step):
         def layer(xs: Any, made: Any) -> Any:
             env = self._fixed(consts, xs, made)
             return [
-                s.prepare(env) if i < self.walk.swept and is_costly(s, env) else None
+                s.prepare(env) if i < self.walk.end and is_costly(s, env) else None
                 for i, s in enumerate(self.walk.steps)
             ]
 
@@ -453,7 +452,7 @@ class ScanStep(Step):
 
         def step(carry: Any, inputs: Any) -> Any:
             x_carry, h_carry, total, worst, before = carry
-            xs, made, kept, memos, samples, factors, h_ys = inputs
+            xs, made, kept, memos, (samples, inner), factors, h_ys = inputs
             # Compared at the start of the next layer, where h is a carry and exists anyhow: a
             # comparison at the end of its own layer would keep one more h alive.
             worst = self._compared(worst, h_carry, before)
@@ -464,7 +463,11 @@ class ScanStep(Step):
             ready = [
                 s.prepare(env) if f is None else f for s, f in zip(self.walk.steps, factors, strict=True)
             ]
-            found, _ = self.walk.phase_three(env, kept, memos, (), ready, state, layer, whole=True)
+            found, errors = self.walk.phase_three(
+                env, kept, memos, inner, ready, state, layer, whole=True
+            )
+            if errors:
+                worst = jnp.maximum(worst, certificate.worst(errors))
             total, per_layer = self._share(env, found, total, made)
             out = self._results(env, state)
             new_h = [layer[v] for v in out_carry]

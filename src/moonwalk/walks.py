@@ -49,6 +49,7 @@ class Step:
     reason: str = ""
     gain: Gain = field(default_factory=lambda: Gain(1.0, mixes=False))
     measured: bool = False  # whether walking here rests on a measured gain
+    has_difference = False  # whether a cotangent is had as a difference of two here
 
     def __post_init__(self) -> None:
         """Whatever a kind of step makes of its node, it makes here, while planning."""
@@ -289,6 +290,10 @@ class ForkStep(Step):
     difference: int | None = None  # the copy whose cotangent is what the kept ones leave of the whole
 
     @property
+    def has_difference(self) -> bool:
+        return self.difference is not None and bool(self.kept_copies or self.given)
+
+    @property
     def memo_bytes(self) -> int:
         return len(self.kept_copies) * nbytes(self.block.inputs[0].aval)
 
@@ -360,7 +365,11 @@ class Walk:
             for v in (*step.block.inputs, *step.block.operands):
                 last[v] = i
         self.last = last
-        self.sampled = [
+
+    @property
+    def sampled(self) -> list[bool]:
+        """The steps whose output's cotangent is compared with Phase II's."""
+        return [
             self.certify and i < self.end and s.source == "vijp" and not s.node.is_scan
             for i, s in enumerate(self.steps)
         ]
@@ -371,14 +380,19 @@ class Walk:
         return any(s.source == "vijp" and s.measured for s in self.steps[: self.end])
 
     @property
+    def has_difference(self) -> bool:
+        """Whether somewhere a cotangent is had as a difference of two, which may cancel."""
+        return any(s.has_difference for s in self.steps[: self.end])
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether its exactness rests on what no trace can bound: such a walk carries its own check."""
+        return self.is_measured or self.has_difference
+
+    @property
     def kept_bytes(self) -> int:
         """What Phases I and II keep until Phase III."""
         return sum(s.kept_bytes + s.memo_bytes for s in self.steps)
-
-    @property
-    def swept(self) -> int:
-        """How many steps the sweep takes."""
-        return self.end
 
     def in_precision(self, precision: Any) -> None:
         """Do the products of the cotangents' chain in a precision of their own."""
@@ -415,11 +429,12 @@ class Walk:
         """Reverse. Reads and writes `h`; returns memos, samples and the stems' gradients."""
         memos: list[Any] = [()] * len(self.steps)
         samples: list[Any] = [()] * len(self.steps)
+        sampled = self.sampled
         gradients: Gradients = {}
         for i in reversed(range(len(self.steps))):
             step = self.steps[i]
             with jax.named_scope(_name(step)):
-                if self.sampled[i]:
+                if sampled[i]:
                     samples[i] = tuple(certificate.sample(h[v]) for v in step.block.outputs)
                 memos[i], found = step.back(fixed, kept[i], h)
                 add_gradients(gradients, found)
@@ -446,12 +461,13 @@ class Walk:
         """Sweep. `whole`: to the last node, even if no weight is left (the body of a scan)."""
         gradients: Gradients = {}
         errors: list[Any] = []
+        sampled = self.sampled
         end = len(self.steps) if whole else self.end
         for i, step in enumerate(self.steps[:end]):
             with jax.named_scope(_name(step)):
                 found, own = step.sweep(fixed, kept[i], memos[i], factors[i], x, h)
                 errors += own
-                if self.sampled[i]:
+                if sampled[i]:
                     errors += [
                         certificate.compare(certificate.sample(h[v]), kept_sample)
                         for v, kept_sample in zip(step.block.outputs, samples[i], strict=True)
