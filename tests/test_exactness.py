@@ -250,3 +250,82 @@ def test_products_of_a_lossy_walk_are_in_true_float32():
     assert precise_products(loss(0.5), mw.Moonwalk()) > 0
     assert precise_products(loss(1.0), mw.Moonwalk()) == 0
     assert precise_products(loss(1.0), mw.Moonwalk(walk_precision="highest")) > 0
+
+
+# --- what no trace can bound is checked, whether asked for or not ---------------------------------------
+
+
+def small_branches(scale):
+    """Residual blocks of six walked layers, whose sum hardly moves the state."""
+
+    def block(x, ws):
+        z = x
+        for w in ws:
+            z = jnp.abs(z @ mw.declare(w, "orthogonal"))
+        return x + scale * z
+
+    def looped(ws, x, t):
+        for layers in ws:
+            x = block(x, list(layers))
+        return jnp.mean(jnp.tanh(x) * t)
+
+    def scanned(ws, x, t):
+        return jnp.mean(jnp.tanh(lax.scan(lambda x, w: (block(x, list(w)), None), x, ws)[0]) * t)
+
+    return {"loop": looped, "scan": scanned}
+
+
+@pytest.mark.parametrize("kind", ["loop", "scan"])
+def test_small_branches_are_not_lost_in_a_difference(kind):
+    """h of the branch is 1e-6 of that of the skip: as their difference, float32 would not have it."""
+    ws, x, t = orthogonal_stack(24, 0)
+    args = ws.reshape(4, 6, WIDTH, WIDTH), jnp.tile(x, (8, 1)), jnp.tile(t, (8, 1))
+    loss = small_branches(1e-6)[kind]
+    plan = mw.plan(loss, *args)
+    assert plan.walks and "fork" in {r.mode for r in plan.rows}
+    ours, theirs = jax.jit(mw.grad(loss))(*args), jax.jit(jax.grad(loss))(*args)
+    assert error(ours, theirs) <= 1e-5
+
+
+def test_a_difference_that_cancels_is_not_silent():
+    """A U-Net whose inner levels hardly matter: walking them takes a difference, which is checked."""
+
+    def loss(ws, x, t):
+        level = lambda x, ws: jax.tree.reduce(
+            lambda x, w: jnp.abs(x @ mw.declare(w, "orthogonal")), ws, x
+        )
+        x = level(x, ws[:4])
+        inner = level(x.reshape(x.shape[0] // 2, 2, -1)[:, 0], ws[4:12])
+        x = 1e-7 * jnp.repeat(inner, 2, axis=0) + x
+        return jnp.mean(level(x, ws[12:]) * t)
+
+    ws, x, t = orthogonal_stack(16, 0)
+    args = list(ws), jnp.tile(x, (16, 1)), jnp.tile(t, (16, 1))
+    plan = mw.plan(loss, *args)
+    assert plan.walks and plan.checked
+    gradients = jax.jit(mw.grad(loss, method=mw.Moonwalk(on_inexact="nan")))(*args)
+    truth = jax.jit(jax.grad(loss))(*args)
+    worst = max(error(a, b) for a, b in zip(gradients, truth, strict=True))
+    assert math.isnan(worst) or worst <= 1e-3
+
+
+def test_a_badly_scaled_diagonal_is_not_silent():
+    """Alone a declared diagonal loses nothing; after something that mixes its spread counts."""
+
+    def loss(params, x, t):
+        for q, d in zip(*params, strict=True):
+            x = jnp.abs(x @ mw.declare(q, "orthogonal")) @ mw.declare(d, "diagonal")
+        return jnp.mean(x * t)
+
+    qs, x, t = orthogonal_stack(12, 0)
+    spread = [jnp.diag(jnp.logspace(0, -2, WIDTH, dtype=jnp.float32))] * 12
+    even = [jnp.eye(WIDTH, dtype=jnp.float32)] * 12
+    args = jnp.tile(x, (8, 1)), jnp.tile(t, (8, 1))
+    run = jax.jit(mw.grad(loss, method=mw.Moonwalk(on_inexact="nan")))
+    lost = run((list(qs), spread), *args)
+    assert all(bool(jnp.all(jnp.isnan(g))) for g in jax.tree.leaves(lost))
+    kept = (list(qs), even)
+    assert error(run(kept, *args), jax.jit(jax.grad(loss))(kept, *args)) <= 1e-4
+    planned = mw.plan(loss, (list(qs), spread), *args)  # measured: anchors, or none of it is walked
+    truth = jax.jit(jax.grad(loss))((list(qs), spread), *args)
+    assert error(jax.jit(mw.grad(loss, method=planned))((list(qs), spread), *args), truth) <= 1e-4

@@ -87,7 +87,7 @@ class Book:
     def gain(self, key: Any, rule: Any, block: Any, envs: Sequence[Values] | None) -> tuple[Gain, bool]:
         """(gain, whether it rests on a measurement)."""
         static = rule.gain(block)
-        if math.isfinite(static.factor):
+        if math.isfinite(static.factor) and not static.assumed:
             return static, False
         if key in self.recorded:
             return self.recorded[key], True
@@ -96,7 +96,7 @@ class Book:
             return static, False
         measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
         gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured))
-        gain = gain if gain.factor == gain.factor else Gain.unknown()  # NaN: the weights are not finite
+        gain = Gain.unknown() if math.isnan(gain.factor) else gain  # the weights are not finite
         self.recorded[key] = gain
         return gain, True
 
@@ -482,7 +482,7 @@ def _plan_scan(
         "vijp",
         node.block.inputs,
         f"{node.block.eqns[0].params['length']} layers",
-        Gain(layer.product, layer.mixes),
+        Gain(layer.product, layer.mixes, any(s.gain.assumed for s in walk.steps)),
         body=body,
         walk=walk,
         certify=options.certify,

@@ -53,11 +53,13 @@ class Gain:
     For a pivot P of size m: ‖P‖_F ‖P⁻¹‖_F / m; for derivatives d: sqrt(mean d² · mean d⁻²), which for
     a LeakyReLU of slope α is (1 + α²) / 2α. A diagonal Jacobian only rescales errors entry by entry,
     so alone it loses nothing; its factor counts once some other block of the walk `mixes` entries
-    and has spread the noise evenly. `factor` is inf where nothing bounds it while tracing.
+    and has spread the noise evenly. `factor` is inf where nothing bounds it while tracing. It is
+    `assumed` where only that stands between a trace and an unknown factor: a declared diagonal.
     """
 
     factor: float
     mixes: bool
+    assumed: bool = False
 
     @classmethod
     def unknown(cls) -> Gain:

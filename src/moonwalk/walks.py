@@ -376,8 +376,13 @@ class Walk:
 
     @property
     def is_measured(self) -> bool:
-        """Whether its exactness rests on measured gains, which drift with the weights."""
-        return any(s.source == "vijp" and s.measured for s in self.steps[: self.end])
+        """Whether its exactness rests on measured gains, which drift with the weights.
+
+        Or on assumed ones: a declared diagonal loses nothing until something mixes.
+        """
+        walked = [s for s in self.steps[: self.end] if s.source == "vijp"]
+        mixes = any(s.gain.mixes for s in walked)
+        return any(s.measured or (mixes and s.gain.assumed) for s in walked)
 
     @property
     def has_difference(self) -> bool:

@@ -84,7 +84,7 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
     if structure == "orthogonal":
         return Gain(1.0, mixes=True)
     if matrix is None:
-        return Gain(1.0, mixes=False) if structure == "diagonal" else Gain.unknown()
+        return Gain(1.0, mixes=False, assumed=True) if structure == "diagonal" else Gain.unknown()
     matrix = matrix.astype(compat.working_dtype(matrix.dtype))
     out = matrix.shape[-1]
     if structure == "diagonal":
