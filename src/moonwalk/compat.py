@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -73,6 +73,7 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Primitive",
+    "ScanCounts",
     "Tracer",
     "ad",
     "add_jaxvals_p",
@@ -86,6 +87,7 @@ __all__ = [
     "has_effects",
     "is_concrete",
     "label",
+    "levels_to_user",
     "literal",
     "mlir",
     "name_p",
@@ -119,13 +121,30 @@ def called_jaxpr(eqn: JaxprEqn) -> tuple[Any, Sequence[Any]]:
     return open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """(number of constants, number of carries) of a scan equation."""
+class ScanCounts(NamedTuple):
+    """How many of a scan's inputs are constants, and how many carries; the rest is scanned over."""
+
+    consts: int
+    carry: int
+
+    @property
+    def stacked(self) -> int:
+        """Where the scanned-over inputs begin."""
+        return self.consts + self.carry
+
+    def groups(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Values of the scan's inputs as (consts, carry, xs)."""
+        split = self.stacked
+        return list(values[: self.consts]), list(values[self.consts : split]), list(values[split:])
+
+
+def scan_counts(eqn: JaxprEqn) -> ScanCounts:
+    """How the inputs of a scan equation are grouped."""
     params = eqn.params
     if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
+        return ScanCounts(params["num_consts"], params["num_carry"])
     consts, carry, _ = params["ft_in"].unpack()  # JAX >= 0.11: flat trees of consts, carry, xs
-    return len(list(consts)), len(list(carry))
+    return ScanCounts(len(list(consts)), len(list(carry)))
 
 
 def literal(atom: Any) -> Any:
@@ -239,6 +258,14 @@ def _call_site() -> str:
     if frame is None:
         return "unknown"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+
+
+def levels_to_user() -> int:
+    """The `stacklevel` of a warning that is to point at the caller outside JAX and this package."""
+    level, frame = 0, sys._getframe()
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 not_mapped = getattr(batching, "not_mapped", None)  # how a batching rule sees an unbatched operand

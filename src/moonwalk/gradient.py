@@ -374,7 +374,7 @@ def _advise(fun: Any, described: Plan) -> None:
     _advised.add(key)
     text = described.advice()
     if text:
-        warnings.warn(text, PlanWarning, stacklevel=5)
+        warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
 def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk) -> list[Any]:

@@ -118,6 +118,29 @@ def run(eqns: Iterable[JaxprEqn], env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, compat.bind(eqn, inputs), strict=True))
 
 
+def facts_inside_scan(block: Block, jaxpr: Any, consts: Sequence[Any]) -> dict[str, Any]:
+    """What is known of a scan's body: constants, declarations and names of its inputs."""
+    (eqn,) = block.eqns
+    counts = compat.scan_counts(eqn)
+    known: dict[Any, Any] = {}
+    declarations: dict[Any, Declaration] = {}
+    names: dict[Any, str] = {}
+    for i, (outer, var) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
+        stacked = i >= counts.stacked
+        constant = block.constant(outer) if i < counts.consts else None
+        if constant is not None:
+            known[var] = jax.numpy.asarray(constant)
+        found = block.declaration(outer)
+        if found is not None and stacked:
+            found = found.moved(range(1, len(found.axes)))
+        if found is not None and (stacked or i < counts.consts):  # a carry changes from layer to layer
+            declarations[var] = found
+        if not isinstance(outer, Literal) and outer in block.names:
+            names[var] = block.names[outer] + ("[layer]" if stacked else "")
+    known.update(zip(jaxpr.constvars, consts, strict=True))
+    return {"consts": known, "declarations": declarations, "names": names}
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The schedule of a flat jaxpr: blocks, and the equations beside the trunk, in order."""

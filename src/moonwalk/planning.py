@@ -377,7 +377,7 @@ class _Sources:
                 assert isinstance(step, ScanStep)
                 step.source = "none" if self.source[i] == "none" else "vijp"
                 step.wants_ys = any(
-                    v in read or v in self.reader for v in step.eqn.outvars[step.body.num_carry :]
+                    v in read or v in self.reader for v in step.eqn.outvars[step.body.counts.carry :]
                 )
                 result.append(step)
             else:
@@ -497,13 +497,13 @@ def _layer_values(node: Node, body: scans.Body, envs: Sequence[Values] | None) -
     if not envs:
         return None
     result: list[Values] = []
-    stacked = body.num_consts + body.num_carry
+    stacked = body.counts.stacked
     for env in envs:
         outer = [v.val if hasattr(v, "val") else env.get(v) for v in eqn.invars]
         for layer in range(eqn.params["length"]):
             inner = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
             for i, (v, a) in enumerate(zip(body.jaxpr.invars, outer, strict=True)):
-                carried = body.num_consts <= i < stacked
+                carried = body.counts.consts <= i < stacked
                 if a is not None and not carried and i not in body.volatile:
                     inner[v] = a[layer] if i >= stacked else a
             for e in (*body.trunk.data_side, *body.trunk.weight_side):

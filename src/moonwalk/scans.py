@@ -32,17 +32,11 @@ class Body:
     jaxpr: Any
     consts: tuple[Any, ...]
     trunk: Trunk
-    num_consts: int
-    num_carry: int
+    counts: compat.ScanCounts
     active: tuple[int, ...]  # carries that carry a cotangent
     active_ys: tuple[int, ...]  # stacked outputs that do
     weights: tuple[int, ...]  # inputs (consts or xs) whose gradient is wanted
     volatile: tuple[int, ...]  # inputs that Phase II cannot read
-
-    def groups(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """(consts, carry, xs)."""
-        a, b = self.num_consts, self.num_consts + self.num_carry
-        return list(values[:a]), list(values[a:b]), list(values[b:])
 
     @property
     def outputs(self) -> tuple[list[Any], list[Any]]:
@@ -57,7 +51,8 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
     `numbers`: variables that are neither weights nor data.
     """
     block, (eqn,) = node.block, node.block.eqns
-    num_consts, num_carry = compat.scan_counts(eqn)
+    counts = compat.scan_counts(eqn)
+    num_consts, num_carry = counts
     carries = range(num_consts, num_consts + num_carry)
     for i, v in enumerate(eqn.invars):
         if not isinstance(v, Literal) and v in block.inputs and i not in carries:
@@ -89,20 +84,6 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
     ]
     plain = [i for i in range(num_consts) if i not in weights and i not in volatile]
     unread = [i for i in plain if isinstance(eqn.invars[i], Literal) or eqn.invars[i] in numbers]
-    known, declarations, names = {}, {}, {}
-    for i, (outer, var) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
-        stacked = i >= num_consts + num_carry
-        constant = None if stacked or isinstance(outer, Literal) else block.constant(outer)
-        if i < num_consts and constant is not None:
-            known[var] = jnp.asarray(constant)
-        found = block.declaration(outer)
-        if found is not None and stacked:
-            found = found.moved(range(1, len(found.axes)))
-        if found is not None and i not in carries:
-            declarations[var] = found
-        if not isinstance(outer, Literal) and outer in block.names:
-            names[var] = block.names[outer] + ("[layer]" if stacked else "")
-    known.update(zip(jaxpr.constvars, consts, strict=True))
     cut = trunk.build(
         jaxpr,
         state=[in_carry[j] for j in active],
@@ -110,9 +91,7 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
         outputs=outputs,
         volatile=[jaxpr.invars[i] for i in volatile],
         constants=trunk.small(jaxpr.constvars) + trunk.small(jaxpr.invars[i] for i in unread),
-        consts=known,
-        declarations=declarations,
-        names=names,
+        **graph.facts_inside_scan(block, jaxpr, consts),
     )
     on_way = {v for n in cut.nodes for v in n.block.outputs} | set(cut.state)
     if any(v not in on_way for v in cut.outputs[: len(active)]):
@@ -122,8 +101,7 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
         jaxpr,
         tuple(consts),
         cut,
-        num_consts,
-        num_carry,
+        counts,
         tuple(active),
         tuple(ys),
         tuple(weights),
@@ -195,9 +173,9 @@ class ScanStep(Step):
         self.data_side = DataSide(body.trunk, results)
         # Carries that are part of the state only inside: the data's own, at the start of a network.
         self.seeded = [
-            j for j in body.active if not _in(eqn.invars[body.num_consts + j], self.block.inputs)
+            j for j in body.active if not _in(eqn.invars[body.counts.consts + j], self.block.inputs)
         ]
-        ins = body.jaxpr.invars[body.num_consts : body.num_consts + body.num_carry]
+        ins = body.jaxpr.invars[body.counts.consts : body.counts.stacked]
         self.ins, self.h_ins = ins, [ins[j] for j in body.active]
         self.measured = self.walk.is_measured
 
@@ -227,7 +205,7 @@ class ScanStep(Step):
         inner = self.length * sum(s.memo_bytes for s in self.walk.steps)
         anchors = 0 if self.period is None else -(-self.length // self.period) * self.carry_bytes
         seeds = nbytes(*(self.ins[j].aval for j in self.seeded))
-        ys = self.eqn.outvars[self.body.num_carry :]
+        ys = self.eqn.outvars[self.body.counts.carry :]
         given = nbytes(*(ys[k].aval for k in self.body.active_ys))
         hoisted = self.length * self.operand_bytes if self.hoisted else 0
         copied = 0
@@ -253,15 +231,14 @@ class ScanStep(Step):
                 return compat.literal(v)
             return fixed[v] if v in fixed else x.get(v)
 
-        consts, carry, xs = self.body.groups([value(v) for v in self.eqn.invars])
-        return consts, carry, xs
+        return self.body.counts.groups([value(v) for v in self.eqn.invars])
 
     def _hoist(self, consts: Sequence[Any], xs: Sequence[Any]) -> Any:
         """Weight-side values of all layers in one batched call, and their pullback."""
         if not self.hoisted:
             return None, None
         known = [i for i in self.body.weights]
-        stacked = self.body.num_consts + self.body.num_carry
+        stacked = self.body.counts.stacked
 
         def side(*weights: Any) -> Any:
             axes = tuple(0 if i >= stacked else None for i in known)
@@ -281,7 +258,7 @@ class ScanStep(Step):
         """Everything that all phases can read in one layer."""
         body = self.body
         env = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        in_consts, _, in_xs = body.groups(body.jaxpr.invars)
+        in_consts, _, in_xs = body.counts.groups(body.jaxpr.invars)
         skip = {body.jaxpr.invars[i] for i in body.volatile}
         env.update(
             (v, a) for v, a in zip((*in_consts, *in_xs), (*consts, *xs), strict=True) if v not in skip
@@ -311,7 +288,7 @@ class ScanStep(Step):
         consts, carry, xs = self._inputs(fixed, x)
         made, _ = self._hoist(consts, xs)
         retain = frozenset(v for v in self.body.jaxpr.outvars if not isinstance(v, Literal))
-        split = self.body.num_carry
+        split = self.body.counts.carry
 
         def step(carry: Any, inputs: Any) -> Any:
             xs, made = inputs
@@ -330,7 +307,7 @@ class ScanStep(Step):
         consts, _, xs = self._inputs(fixed, {})
         made, pull = self._hoist(consts, xs)
         outs = self.eqn.outvars
-        h_ys = [h.pop(outs[body.num_carry + k]) for k in body.active_ys]
+        h_ys = [h.pop(outs[body.counts.carry + k]) for k in body.active_ys]
         h_last = []
         for j in body.active:
             found = h.pop(outs[j], None)
@@ -359,7 +336,7 @@ class ScanStep(Step):
             step, start, (xs, made, kept, h_ys)
         )
         for j, value in zip(body.active, h_first, strict=True):
-            v = self.eqn.invars[body.num_consts + j]
+            v = self.eqn.invars[body.counts.consts + j]
             if j not in self.seeded:
                 h[v] = value if v not in h else h[v] + value
         seeds = [h_first[body.active.index(j)] for j in self.seeded]
@@ -418,9 +395,9 @@ class ScanStep(Step):
             return None
         consts, _, xs = self._inputs(fixed, {})
         if any(
-            xs[i - self.body.num_consts - self.body.num_carry] is None
+            xs[i - self.body.counts.stacked] is None
             for i in self.body.volatile
-            if i >= self.body.num_consts + self.body.num_carry
+            if i >= self.body.counts.stacked
         ):
             return None
         made, _ = self._hoist(consts, xs)
@@ -440,13 +417,13 @@ class ScanStep(Step):
         consts, carry, xs = self._inputs(fixed, x)
         made, pull = self._hoist(consts, xs)
         out_carry, out_ys = body.outputs
-        split = body.num_carry
+        split = body.counts.carry
         arriving = []
         for j in body.active:
             if j in self.seeded:
                 arriving.append(seeds[self.seeded.index(j)])
             else:
-                v = self.eqn.invars[body.num_consts + j]
+                v = self.eqn.invars[body.counts.consts + j]
                 arriving.append(h.pop(v, None))
         wants_ys = self.wants_ys
 
@@ -532,7 +509,7 @@ class ScanStep(Step):
 
     # -- gradients: of stacked weights layer by layer, of shared ones summed in the carry -----------
     def _positions(self) -> tuple[list[int], list[int]]:
-        stacked = self.body.num_consts + self.body.num_carry
+        stacked = self.body.counts.stacked
         shared = [k for k, i in enumerate(self.body.weights) if i < stacked]
         layered = [k for k, i in enumerate(self.body.weights) if i >= stacked]
         return shared, layered
@@ -606,14 +583,9 @@ def costly_inside(eqn: Any) -> bool:
 def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
     """A scan's outputs and exports, by a scan over checkpointed scans of `period` layers."""
     block, (eqn,) = node.block, node.block.eqns
-    num_consts, num_carry = compat.scan_counts(eqn)
+    counts = compat.scan_counts(eqn)
     env = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-    values = [graph.read(env, v) for v in eqn.invars]
-    consts, carry, xs = (
-        values[:num_consts],
-        values[num_consts : num_consts + num_carry],
-        values[num_consts + num_carry :],
-    )
+    consts, carry, xs = counts.groups([graph.read(env, v) for v in eqn.invars])
     inner, inner_consts = compat.open_jaxpr(eqn.params["jaxpr"])
     length, reverse = eqn.params["length"], eqn.params["reverse"]
 
@@ -622,7 +594,7 @@ def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[A
         env.update(zip(inner.invars, (*consts, *carry, *xs), strict=True))
         graph.run(inner.eqns, env)
         out = [graph.read(env, v) for v in inner.outvars]
-        return out[:num_carry], out[num_carry:]
+        return out[: counts.carry], out[counts.carry :]
 
     if period == 1:
         last, ys = lax.scan(

@@ -184,7 +184,7 @@ def build(
     active = active_variables(eqns, [*state, *weights], outputs)
     sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
     on_trunk = active & (sides.trunk_vars | set(state))
-    eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.trunk, on_trunk, outputs, state)
+    eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.trunk, on_trunk, outputs)
     results = frozenset(v for v in (*jaxpr.outvars, *outputs) if not isinstance(v, Literal))
     cutter = Cutter(
         eqns_of_trunk,
@@ -299,7 +299,7 @@ def _shapes_a_weight(eqn: JaxprEqn, on_weights: set[Any]) -> bool:
 
 
 def _separate_outputs(
-    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any], state: Sequence[Any]
+    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any]
 ) -> tuple[list[JaxprEqn], list[Any], list[tuple[Any, list[Any]]], set[Any]]:
     """Fork every output that is also read inside, or wanted twice."""
     eqns, outputs, forks, active = list(eqns), list(outputs), [], set(active)
@@ -316,7 +316,6 @@ def _separate_outputs(
             eqns = [_reading(e, v, copies[-1]) if _carries(e, active) else e for e in eqns]
         forks.append((v, copies))
         active.update(copies)
-    del state
     return eqns, outputs, forks, active
 
 

@@ -28,18 +28,12 @@ class Body(NamedTuple):
     jaxpr: Any
     consts: tuple[Any, ...]
     chain: Chain
-    num_consts: int
-    num_carry: int
+    counts: compat.ScanCounts
     active: tuple[int, ...]  # which carries are the state
-
-    def groups(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Values of the scan's operands as (consts, carry, xs)."""
-        a, b = self.num_consts, self.num_consts + self.num_carry
-        return list(values[:a]), list(values[a:b]), list(values[b:])
 
     def env(self, consts: Sequence[Any], carry: Sequence[Any] | None, xs: Sequence[Any]) -> dict:
         """Values of the body's inputs; without the carry, what is known before the loop."""
-        in_consts, in_carry, in_xs = self.groups(self.jaxpr.invars)
+        in_consts, in_carry, in_xs = self.counts.groups(self.jaxpr.invars)
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env.update(zip(in_consts, consts, strict=True))
         env.update(zip(in_xs, xs, strict=True))
@@ -59,7 +53,8 @@ def _body(block: Block) -> Body | Verdict:
 
 def _build_body(block: Block) -> Body | Verdict:
     eqn = block.eqn
-    num_consts, num_carry = compat.scan_counts(eqn)
+    counts = compat.scan_counts(eqn)
+    num_consts, num_carry = counts
     positions = _state_positions(block)
     carries = range(num_consts, num_consts + num_carry)
     if any(i not in carries for i in positions):
@@ -95,23 +90,8 @@ def _build_body(block: Block) -> Body | Verdict:
         for i, v in enumerate(jaxpr.outvars[:num_carry])
         if i not in active and not isinstance(v, Literal)
     }
-    known = {}
-    declarations, names = {}, {}
-    for i, (outer, var) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
-        stacked = i >= num_consts + num_carry
-        constant = None if stacked else block.constant(outer)
-        if i < num_consts and constant is not None:
-            known[var] = jnp.asarray(constant)
-        found = block.declaration(outer)
-        if found is not None and stacked:
-            found = found.moved(range(1, outer.aval.ndim))
-        if found is not None and i not in carries:
-            declarations[var] = found
-        if not isinstance(outer, Literal) and outer in block.names:
-            names[var] = block.names[outer] + ("[layer]" if stacked else "")
-    known.update(zip(jaxpr.constvars, consts, strict=True))
     try:
-        cut = graph.build(jaxpr, state, outputs, consts=known, declarations=declarations, names=names)
+        cut = graph.build(jaxpr, state, outputs, **graph.facts_inside_scan(block, jaxpr, consts))
         spilled = graph.build(jaxpr, state, [*outputs, *reached])
         if any(v in b.outputs for b in spilled.blocks for v in reached) or reached & set(state):
             return Verdict(
@@ -126,7 +106,7 @@ def _build_body(block: Block) -> Body | Verdict:
             f"its body has no vijp: {error.equation} at {error.source}: {error.reason}",
             error.way_out,
         )
-    return Body(jaxpr, tuple(consts), composed, num_consts, num_carry, active)
+    return Body(jaxpr, tuple(consts), composed, counts, active)
 
 
 @register_vijp(lax.scan_p)
@@ -153,7 +133,7 @@ class Scan(Rule):
         values = [
             jnp.asarray(v.val) if isinstance(v, Literal) else found.get(v) for v in block.eqn.invars
         ]
-        return body.groups(values)
+        return body.counts.groups(values)
 
     def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
         body = _checked(block)
@@ -170,7 +150,7 @@ class Scan(Rule):
             env = body.env(consts, carry, xs)
             graph.run(body.jaxpr.eqns, env)
             out = [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in body.jaxpr.outvars]
-            return out[: body.num_carry], (out[body.num_carry :], carry)
+            return out[: body.counts.carry], (out[body.counts.carry :], carry)
 
         last, (ys, carries) = self._scan(block, step, carry, xs)
         found = dict(zip(block.eqn.outvars, [*last, *ys], strict=True))
@@ -182,7 +162,7 @@ class Scan(Rule):
         def step(h: Any, tape: Any) -> Any:
             return body.chain.vijp(tape, h), None
 
-        h = tuple(h[block.inputs.index(block.eqn.invars[body.num_consts + i])] for i in body.active)
+        h = tuple(h[block.inputs.index(block.eqn.invars[body.counts.consts + i])] for i in body.active)
         last, _ = self._along(block, body, factors, kept, step, h)
         found = {block.eqn.outvars[i]: a for i, a in zip(body.active, last, strict=True)}
         return tuple(found[v] for v in block.outputs)
