@@ -95,7 +95,8 @@ class Engine:
         @jax.custom_jvp
         def run(*flat: Any) -> Any:
             out, gradients, errors = self.run(*flat)
-            return out, gradients, Certificate(*(certificate.worst(e) for e in errors))
+            worst = (compat.largest_anywhere(certificate.worst(e)) for e in errors)
+            return out, gradients, Certificate(*worst)
 
         @run.defjvp
         def _(primals: Any, tangents: Any) -> Any:

@@ -9,12 +9,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import compat, engine
+from . import checks, compat, engine
 from .certificate import Certificate
 from .engine import Engine
 from .errors import InexactError, PlanMismatchError, PlanWarning
@@ -392,7 +391,7 @@ def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moo
     )
     known = compat.concrete(bad)
     if known is None:
-        return eqx.error_if(gradients, bad, text)
+        return checks.raise_when_run(gradients, bad, text)
     if known.any():
         raise InexactError(f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})")
     return gradients

@@ -456,7 +456,7 @@ class ScanStep(Step):
         factors = [None] * len(self.walk.steps) if factors is None else factors
         inputs = (xs, made, kept, memos, samples, factors, h_ys)
         total = self._zero_totals(consts, made)
-        worst = jnp.zeros((), jnp.float32)
+        worst = compat.varying_zero((consts, carry, arriving, inputs), jnp.float32)
         if self.period is None:
             before = self._samples(arriving)
             carry = (carry, arriving, total, worst, before)

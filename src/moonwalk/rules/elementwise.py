@@ -225,7 +225,7 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
         if not touched:
             continue
         same_shape = all(v.aval.shape == shape for v in (*touched, *eqn.outvars))
-        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p) or (
+        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p, *compat.PLACING) or (
             eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
         )
         if not same_shape or not (
@@ -483,6 +483,10 @@ def _drawn(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.choice(values.ravel(), _CORE + _WIDE)
 
 
+# What becomes one number per entry again if its input is one.
+_HANDING_ON = compat.SAME_VALUES | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
+
+
 def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[np.ndarray]:
     """Evaluate the program with one number in place of every array.
 
@@ -491,7 +495,7 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
     """
     jaxpr = program.jaxpr
     size = _CORE + _WIDE
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
+    with compat.evaluated_now(), jax.debug_nans(False):
         env: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, program.consts, strict=True):
             known = compat.concrete(const)
@@ -507,7 +511,7 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
                 env.update(
                     zip(eqn.outvars, compat.bind(eqn, [read(v) for v in eqn.invars]), strict=True)
                 )
-            elif eqn.primitive in (lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p):
+            elif eqn.primitive in _HANDING_ON:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
             else:
                 env.update((v, _samples(v.aval, rng)) for v in eqn.outvars)
