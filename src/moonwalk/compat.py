@@ -40,7 +40,7 @@ refuse_unsupported_jax(jax.__version__)
 
 import jax.extend.source_info_util as _source  # noqa: E402  (after the version check)
 from jax import lax  # noqa: E402
-from jax.core import Tracer  # noqa: E402
+from jax.core import ShapedArray, Tracer  # noqa: E402
 from jax.extend.core import Literal, Primitive  # noqa: E402
 from jax.extend.core.primitives import (  # noqa: E402
     add_jaxvals_p,
@@ -323,7 +323,7 @@ def shards(aval: Any) -> tuple[int, ...]:
 
 def type_name(aval: Any) -> str:
     """'f32[8,3]': the same on one device and on many."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+    return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
 
 
 def full(aval: Any, value: float) -> Any:

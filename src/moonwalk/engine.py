@@ -196,7 +196,7 @@ def plan(
 
 def _computes(eqn: Any) -> bool:
     """Whether a step on the weight side makes new numbers (and is not an identity or a layout)."""
-    return eqn.primitive not in MOVING and eqn.primitive is not declare_p
+    return eqn.primitive not in MOVING and eqn.primitive not in (declare_p, compat.pvary_p)
 
 
 def refuse_effects(jaxpr: Any) -> None:

@@ -60,7 +60,7 @@ class Elementwise(Rule):
         return derivative_program(block) is not None
 
     def verdict(self, block: Block) -> Verdict:
-        probe = _probe(_checked(block))
+        probe = _probe(_checked(block), _known_numbers(block))
         if probe.vanishing > 0.05:
             share = "everywhere" if probe.vanishing > 0.999 else "on part of its range"
             return Verdict(
@@ -103,8 +103,10 @@ class Elementwise(Rule):
         return tuple(a.astype(v.aval.dtype) for a, v in zip(solved, block.outputs, strict=True))
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        values = None if operands is None else [np.asarray(o, np.float64) for o in operands]
-        return Gain(_probe(_checked(block), values).gain, mixes=False)
+        if operands is None:
+            return Gain(_probe(_checked(block), _known_numbers(block)).gain, mixes=False)
+        values = [np.asarray(o, np.float64) for o in operands]
+        return Gain(_evaluate_probe(_checked(block), values).gain, mixes=False)
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
@@ -402,26 +404,32 @@ class Probe(NamedTuple):
 _probes: dict[Any, Probe] = {}
 
 
-def _probe(program: Program, operands: Sequence[np.ndarray] | None = None) -> Probe:
+def _known_numbers(block: Block) -> list[np.ndarray | None]:
+    """Of each operand its value, where it is one number that is known while tracing."""
+    known = [block.constants.get(v) for v in block.operands]
+    return [a if a is not None and a.size == 1 else None for a in known]
+
+
+def _probe(program: Program, numbers: Sequence[np.ndarray | None]) -> Probe:
     """Evaluate the derivative at one number per entry; memoised on the program's text."""
-    if operands is not None:
-        return _evaluate_probe(program, operands)
-    key = (str(program.jaxpr), program.states, program.seeds, program.backward)
     if program.consts:
-        return _evaluate_probe(program, None)
+        return _evaluate_probe(program, numbers)
+    values = tuple(None if a is None else a.item() for a in numbers)
+    key = (str(program.jaxpr), program.states, program.seeds, program.backward, values)
     if key not in _probes:
-        _probes[key] = _evaluate_probe(program, None)
+        _probes[key] = _evaluate_probe(program, numbers)
     return _probes[key]
 
 
-def _evaluate_probe(program: Program, operands: Sequence[np.ndarray] | None) -> Probe:
+def _evaluate_probe(program: Program, operands: Sequence[np.ndarray | None]) -> Probe:
+    """`operands`: their values, None where those are not known."""
     invars = program.jaxpr.invars
     rng = np.random.default_rng(0)
     x = [_inputs(v.aval.dtype, rng) for v in invars[: program.states]]
-    if operands is None:
-        others = [_samples(v.aval, rng) for v in invars[program.states + program.seeds :]]
-    else:
-        others = [_drawn(o, rng) for o in operands]
+    others = [
+        _samples(v.aval, rng) if o is None else _drawn(o, rng)
+        for v, o in zip(invars[program.states + program.seeds :], operands, strict=True)
+    ]
     seeds = _seeds(program)
     columns = []
     for i in range(program.seeds):
