@@ -38,6 +38,13 @@ def raise_when_run(values: Any, bad: Any, message: str) -> Any:
     The error hangs on one number: on many devices `equinox.error_if` of the values themselves would
     have to make arrays that are sharded, or vary, like them.
     """
+    if left := compat.outer_axes():
+        raise ValueError(
+            "an error at run time needs a callback, which JAX does not have inside jax.shard_map over "
+            f"only some axes of a mesh (here {', '.join(map(repr, left))} left out); pass "
+            "Moonwalk(on_inexact='nan' or 'ignore') to value_and_grad, leave check=True out of vijp, or "
+            "name all axes in jax.shard_map(..., axis_names=...)"
+        )
     bad = compat.largest_anywhere(jnp.asarray(bad, jnp.float32)) > 0
     fine = eqx.error_if(jnp.ones((), jnp.float32), bad, message) > 0
     return jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan).astype(a.dtype), values)

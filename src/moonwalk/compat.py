@@ -102,12 +102,15 @@ __all__ = [
     "barrier",
     "batching",
     "bind",
+    "bind_now",
     "called_jaxpr",
     "concrete",
     "custom_jvp_call_p",
     "custom_vjp_call_p",
     "evaluated_now",
+    "explicit_sharding",
     "full",
+    "gathered",
     "has_effects",
     "is_concrete",
     "label",
@@ -119,6 +122,7 @@ __all__ = [
     "not_mapped",
     "open_jaxpr",
     "origin",
+    "outer_axes",
     "scan_counts",
     "sharded_axes",
     "shards",
@@ -321,6 +325,23 @@ def shards(aval: Any) -> tuple[int, ...]:
     return tuple(math.prod(sharding.mesh.shape[n] for n in axis) for axis in names)
 
 
+def explicit_sharding(aval: Any) -> Any:
+    """For `out_sharding=`: where arrays of this type lie on a mesh with Explicit axes, else None."""
+    sharding = _explicit_sharding(aval)
+    explicit = jax.sharding.AxisType.Explicit
+    return sharding if sharding is not None and explicit in sharding.mesh.axis_types else None
+
+
+def gathered(array: Any) -> Any:
+    """The array, whole on every device, where a mesh with Explicit axes divides it.
+
+    For what JAX does not do across devices: factorisations, triangular solves, diagonals.
+    """
+    if not sharded_axes(jax.typeof(array)):
+        return array
+    return jax.sharding.reshard(array, jax.sharding.PartitionSpec())
+
+
 def type_name(aval: Any) -> str:
     """'f32[8,3]': the same on one device and on many."""
     return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
@@ -385,15 +406,29 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
+def outer_axes() -> tuple[str, ...]:
+    """Inside `jax.shard_map` over some axes of a mesh: the others, which are left to JAX."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes) if mesh.manual_axes else ()
+
+
 @contextlib.contextmanager
 def evaluated_now() -> Iterator[None]:
-    """What is computed inside has values at once, whatever is being traced.
+    """What is computed inside has values at once, whatever is being traced, and belongs to no mesh.
 
     `jax.ensure_compile_time_eval` does not leave a `jax.shard_map` that runs eagerly.
     """
-    leave = _internal("core", "eval_context") or contextlib.nullcontext
-    with jax.ensure_compile_time_eval(), leave():
+    leave_trace = _internal("core", "eval_context") or contextlib.nullcontext
+    no_mesh = jax.sharding.AbstractMesh((), ())
+    with jax.ensure_compile_time_eval(), leave_trace(), jax.sharding.use_abstract_mesh(no_mesh):
         yield
+
+
+def bind_now(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation on numbers at hand, apart from the mesh that it was traced under."""
+    params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def is_concrete(*arrays: Any) -> bool:

@@ -60,7 +60,7 @@ def fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict[
         ):
             with compat.evaluated_now():
                 inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
-                outputs = compat.bind(eqn, [jnp.asarray(a) for a in inputs])
+                outputs = compat.bind_now(eqn, [jnp.asarray(a) for a in inputs])
             known.update((v, np.asarray(o)) for v, o in zip(eqn.outvars, outputs, strict=True))
     return known
 

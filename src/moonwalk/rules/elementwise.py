@@ -516,9 +516,8 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
 
         for eqn in _needed(jaxpr):
             if eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p:
-                env.update(
-                    zip(eqn.outvars, compat.bind(eqn, [read(v) for v in eqn.invars]), strict=True)
-                )
+                found = compat.bind_now(eqn, [read(v) for v in eqn.invars])
+                env.update(zip(eqn.outvars, found, strict=True))
             elif eqn.primitive in _HANDING_ON:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
             else:

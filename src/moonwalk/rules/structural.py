@@ -269,7 +269,7 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             if eqn.primitive is lax.gather_p:  # out-of-bounds entries: a number that none has
                 eqn = eqn.replace(params={**eqn.params, "fill_value": -1})
-            env.update(zip(eqn.outvars, compat.bind(eqn, inputs), strict=True))
+            env.update(zip(eqn.outvars, compat.bind_now(eqn, inputs), strict=True))
         taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])
     if (taken < 0).any():
         return Verdict(False, "some indices are out of bounds: nothing is selected there", _KEEP)
