@@ -122,7 +122,7 @@ __all__ = [
     "not_mapped",
     "open_jaxpr",
     "origin",
-    "outer_axes",
+    "runs_callbacks",
     "scan_counts",
     "sharded_axes",
     "shards",
@@ -371,8 +371,11 @@ def varying_zero(like: Any, dtype: Any) -> Any:
 
 
 def largest_anywhere(array: Any) -> Any:
-    """The largest of each entry over the devices on which it may differ."""
-    axes = tuple(sorted(_varying_axes(jax.typeof(array))))
+    """The largest of each entry over the devices that run `jax.shard_map` (with check_vma=False, where
+    types do not say what differs: over all of them)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    differs = _varying_axes(jax.typeof(array)) or mesh.manual_axes
+    axes = tuple(a for a in mesh.axis_names if a in differs)
     return lax.pmax(array, axes) if axes else array
 
 
@@ -406,10 +409,13 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def outer_axes() -> tuple[str, ...]:
-    """Inside `jax.shard_map` over some axes of a mesh: the others, which are left to JAX."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes) if mesh.manual_axes else ()
+def runs_callbacks(lowering: Any) -> str:
+    """Where a program that is being lowered runs a callback: on "each" device, on "one" or "nowhere"."""
+    context = lowering.module_context.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is not None:
+        return "each" if manual == frozenset(context.mesh.axis_names) else "nowhere"
+    return "each" if getattr(context, "num_devices", 0) == 1 else "one"
 
 
 @contextlib.contextmanager
@@ -437,5 +443,10 @@ def is_concrete(*arrays: Any) -> bool:
 
 
 def concrete(array: Any) -> np.ndarray | None:
-    """The values of an array if it has them now, else None."""
-    return np.asarray(array) if is_concrete(array) else None
+    """The values of an array if this process has them now, else None."""
+    if not is_concrete(array):
+        return None
+    elsewhere = isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    )
+    return None if elsewhere else np.asarray(array)
