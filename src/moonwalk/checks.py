@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,12 +10,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from . import compat
 from .registry import Alarm
-
-_log = logging.getLogger("moonwalk")
 
 
 def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
@@ -60,30 +56,20 @@ compat.batching.primitive_batchers[_guard_p] = lambda args, dims, **params: (
 
 
 def _lower_guard(context: Any, one: Any, bad: Any, *, message: str) -> Any:
-    """An error needs all devices: raised on one, it would leave the others waiting for it for ever."""
+    """Raised on one device alone, an error would leave the others waiting for it for ever."""
 
     def raising(one: Any, bad: Any) -> Any:
         return eqx.error_if(one, bad, message)
 
-    def telling(one: Any, bad: Any) -> Any:
-        def tell() -> Any:
-            return jax.pure_callback(lambda: _tell(message), jax.ShapeDtypeStruct((), one.dtype))
-
-        return lax.cond(bad, tell, lambda: one)
-
     def silent(one: Any, bad: Any) -> Any:
         return jnp.where(bad, jnp.nan, one)
 
-    run = {"each": raising, "one": telling, "nowhere": silent}[compat.runs_callbacks(context)]
+    run = compat.on_every_device(context, raising) or silent
     return compat.mlir.lower_fun(run, multiple_results=False)(context, one, bad)
 
 
-def _tell(message: str) -> np.ndarray:
-    _log.error(message)
-    return np.full((), np.nan, np.float32)
-
-
 compat.mlir.register_lowering(_guard_p, _lower_guard)
+compat.sees_devices(_guard_p)
 
 
 def _where(bad: np.ndarray) -> str:

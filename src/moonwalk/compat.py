@@ -120,10 +120,11 @@ __all__ = [
     "mlir",
     "name_p",
     "not_mapped",
+    "on_every_device",
     "open_jaxpr",
     "origin",
-    "runs_callbacks",
     "scan_counts",
+    "sees_devices",
     "sharded_axes",
     "shards",
     "source_context",
@@ -409,13 +410,34 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def runs_callbacks(lowering: Any) -> str:
-    """Where a program that is being lowered runs a callback: on "each" device, on "one" or "nowhere"."""
+def sees_devices(primitive: Primitive) -> None:
+    """Let the lowering of a primitive know which devices the program will run on."""
+    registered = _internal("dispatch", "prim_requires_devices_during_lowering")
+    if registered is not None:
+        registered.add(primitive)
+
+
+def on_every_device(lowering: Any, fun: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function of numbers that calls back, as one that every device of the program at hand calls.
+
+    `lowering`: of a primitive that `sees_devices`. None: the devices are not known, or JAX has no
+    callbacks there (`jax.shard_map` over only some axes of a mesh).
+    """
     context = lowering.module_context.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is not None:
-        return "each" if manual == frozenset(context.mesh.axis_names) else "nowhere"
-    return "each" if getattr(context, "num_devices", 0) == 1 else "one"
+        return fun if manual == frozenset(context.mesh.axis_names) else None
+    devices = getattr(context, "device_assignment", None)
+    if devices is None or len(devices) == 1:
+        return fun if getattr(context, "num_devices", 0) == 1 else None
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    whole = jax.sharding.PartitionSpec()
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return jax.shard_map(fun, mesh=mesh, in_specs=whole, out_specs=whole)(*args)
+
+    return run
 
 
 @contextlib.contextmanager
