@@ -19,6 +19,7 @@ from .certificate import Certificate
 from .compat import Literal
 from .declare import declare_p
 from .errors import EffectError
+from .ledger import Ledger
 from .methods import Moonwalk
 from .partition import MOVING
 from .planning import Book
@@ -121,7 +122,9 @@ class Engine:
             h: dict[Any, Any] = {}
             if self.cut.outputs:
                 h[self.cut.outputs[0]] = jnp.ones_like(out[0])
-            found, errors = phases.reverse(self.segments, fixed, saved, h)
+            out_g = Ledger()
+            errors = phases.reverse(self.segments, fixed, saved, h, out_g)
+            found = out_g.found
             with jax.named_scope("sides"):
                 for v in self.cut.outputs:  # a loss of weights alone
                     if v in self.weight_side.wanted and v in h:

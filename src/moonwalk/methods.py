@@ -7,6 +7,7 @@ from typing import Any
 
 from jax import lax
 
+CHECKPOINT = ("auto", "sqrt", "block")
 ON_INEXACT = ("raise", "nan", "ignore")
 
 
@@ -20,6 +21,9 @@ class Moonwalk:
         None: 1e-11 in float64, 1e-4 in float32, 1e-2 in bfloat16 and float16. `math.inf`: no anchors for
         accuracy's sake, and whatever has a rule may be walked.
     - `anchor_every`: an anchor every so many layers, whatever the gains are.
+    - `checkpoint`: walks in segments whose Phase I is run again from the state at their start: less
+        memory for one more forward pass. None: none; "auto": as many as keep least; a number of
+        segments; "sqrt": as many as the root of the depth; "block": one for every layer.
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (gain 1), true float32 elsewhere.
     - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
@@ -29,6 +33,7 @@ class Moonwalk:
 
     tolerance: float | None = None
     anchor_every: int | None = None
+    checkpoint: int | str | None = None
     walk_precision: Any = None
     inputs: tuple[int, ...] = ()
     on_inexact: str = "raise"
@@ -43,6 +48,14 @@ class Moonwalk:
         ):
             raise ValueError(
                 f"Moonwalk: anchor_every counts layers and must be at least 1, got {self.anchor_every!r}"
+            )
+        counts = isinstance(self.checkpoint, int) and not isinstance(self.checkpoint, bool)
+        if self.checkpoint is not None and not (
+            self.checkpoint >= 1 if counts else self.checkpoint in CHECKPOINT  # type: ignore[operator]
+        ):
+            raise ValueError(
+                "Moonwalk: checkpoint must be None, a number of segments, or one of "
+                f"{', '.join(map(repr, CHECKPOINT))}, got {self.checkpoint!r}"
             )
         if self.on_inexact not in ON_INEXACT:
             raise ValueError(

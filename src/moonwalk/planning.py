@@ -8,8 +8,8 @@ The decisions, in this order:
    tolerance / eps, with a margin.
 2. *Segments* (`_segments`): walking a node costs what ∂y/∂x needs and its anchor, storing it costs all
    its residuals, recomputing a stretch costs the state at its start, once, and all its residuals while
-   it is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few
-   limits on what a recomputed stretch may take.
+   it is differentiated; with `checkpoint=`, a walk may be recomputed likewise. A dynamic program over
+   the nodes finds the least sum, once for each of a few limits on what a recomputed stretch may take.
 3. *Scans* (`_plan_scan`): the body is planned like a network, with anchors every K layers.
 """
 
@@ -19,16 +19,18 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import chain, compat, graph, scans, trunk
+from . import bodies, chain, compat, graph, scans, trunk
+from .bodies import Body
 from .methods import Moonwalk
 from .registry import Alarm, Gain
 from .residuals import Residual, nbytes
+from .scan_walks import ScanWalk
 from .scans import ScanStep
 from .segments import Plain, full_residual, live_bytes
 from .trunk import Node, Trunk
@@ -78,7 +80,7 @@ class Book:
         self.values = values
         self.layers: dict[Any, list[Values] | None] = {}  # what the layers of scans can read, by node
 
-    def layer_values(self, node: Node, body: scans.Body, envs: Any) -> list[Values] | None:
+    def layer_values(self, node: Node, body: Body, envs: Any) -> list[Values] | None:
         """What every layer of a scan can read, evaluated once."""
         if node not in self.layers:
             self.layers[node] = _layer_values(node, body, envs)
@@ -109,6 +111,7 @@ class Options:
     anchor_every: int | None = None
     certify: bool = False
     precision: Any = None  # of the cotangents' chain; None: as the gains ask for
+    checkpoint: Any = None  # how walks are cut into segments whose Phase I is run again
 
 
 # --- sources ----------------------------------------------------------------------------------------
@@ -432,11 +435,7 @@ def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int 
         return None
     if layer.factor <= 1:
         return length
-    longest = max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9)))
-    divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
-    if 5 * divisor >= 4 * longest:  # a last period that is shorter copies the weights
-        return divisor
-    return -(-length // -(-length // longest))  # as few anchors as that takes, evenly spread
+    return evenly(length, max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9))))
 
 
 # --- scans ------------------------------------------------------------------------------------------
@@ -454,7 +453,7 @@ def _plan_scan(
     inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
     if any(compat.has_effects(e) and e.outvars for e in inner.eqns):
         return "something inside it calls back to the host, which must happen once"
-    body = cut.memory.get(("body", node)) or scans.open_body(node, cut.fixed, cut.numbers)
+    body = cut.memory.get(("body", node)) or bodies.open_body(node, cut.fixed, cut.numbers)
     cut.memory["body", node] = body
     if isinstance(body, str):
         return body
@@ -491,7 +490,7 @@ def _plan_scan(
     return step
 
 
-def _layer_values(node: Node, body: scans.Body, envs: Sequence[Values] | None) -> list[Values] | None:
+def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list[Values] | None:
     """What every layer of a scan can read, where that is known."""
     (eqn,) = node.block.eqns
     if not envs:
@@ -653,35 +652,114 @@ def choose_segments(
 ) -> Choice:
     """The cheapest way found; without `walks`, the cheapest mixture of storing and recomputing."""
     envs = None if book.values is None else [book.values]
-    live = live_bytes(cut)
     n = len(cut.nodes)
-    walked = []
+    steps: list[Step] = []
     if n and walks:
-        walk, _ = plan_walk(cut, 0, n, options, book=book, envs=envs)
-        walked = [
-            math.inf
-            if any(compat.has_effects(e) and e.outvars for e in s.block.eqns)
-            and not isinstance(s, ScanStep)
-            else s.kept_bytes + s.memo_bytes
-            for s in walk.steps
-        ]
+        steps = plan_walk(cut, 0, n, options, book=book, envs=envs)[0].steps
     best: Choice | None = None
+    chosen: list[Piece] = []
     for allowed in (True, False) if walks else (False,):
-        for limit in _transients(costs):
-            pieces = _segments(cut, costs, live, walked if allowed else None, limit)
-            if pieces is None:
+        walked = _Walked(steps, again=options.checkpoint == "auto") if allowed else None
+        for limit in _transients(costs, walked):
+            found = _segments(cut, costs, walked, limit)
+            if found is None:
                 continue
-            estimate = pieces[0]
+            estimate, pieces = found
             if best is not None and estimate >= best.total:
                 continue
-            choice = _realise(cut, pieces[1], costs, options, book)
+            choice = _realise(cut, pieces, costs, options, book)
             if best is None or choice.total < best.total:
-                best = choice
+                best, chosen = choice, pieces
     assert best is not None
+    if walks and options.checkpoint not in (None, "auto"):
+        return _realise(cut, _cut_walks(steps, chosen, options.checkpoint), costs, options, book)
     return best
 
 
-def _transients(costs: Sequence[NodeCost]) -> list[int]:
+def _cut_walks(steps: Sequence[Step], pieces: Sequence[Piece], count: int | str) -> list[Piece]:
+    """Walks in as many segments as the user asked for, of equally many layers."""
+    layers = [s.length if isinstance(s, ScanStep) else int(s.node.is_heavy) for s in steps]
+    depth = sum(layers)
+    names = {"sqrt": round(math.sqrt(depth)), "block": depth}
+    segments = names[count] if isinstance(count, str) else count
+    if segments > depth:
+        raise ValueError(
+            f"Moonwalk(checkpoint={count}): the network has {depth} layers, too few for {segments} "
+            "segments; ask for fewer, or for checkpoint='auto'"
+        )
+    every = -(-depth // max(1, segments))
+    result: list[Piece] = []
+    for piece in pieces:
+        if piece.kind != "walk":
+            result.append(piece)
+            continue
+        start, taken = piece.start, 0
+        for i in range(piece.start, piece.stop):
+            is_scan = isinstance(steps[i], ScanStep) and steps[i].source != "none"
+            if (is_scan or taken + layers[i] > every) and start < i:
+                result.append(Piece("rewalk", start, i))
+                start, taken = i, 0
+            taken += layers[i]
+            if is_scan:
+                result.append(Piece("rewalk", i, i + 1, min(every, layers[i])))
+                start, taken = i + 1, 0
+        if start < piece.stop:
+            result.append(Piece("rewalk", start, piece.stop))
+    return result
+
+
+class _Walked:
+    """What walking costs, node by node."""
+
+    def __init__(self, steps: Sequence[Step], *, again: bool):
+        """`again`: whether Phase I may be run again from the state at a segment's start."""
+        self.steps, self.again = steps, again
+        self.once = [s.node.calls_once and not isinstance(s, ScanStep) for s in steps]
+        self.bytes: list[float] = [
+            math.inf if once else s.kept_bytes + s.memo_bytes
+            for s, once in zip(steps, self.once, strict=True)
+        ]
+        # A scan is a segment, or several, by itself.
+        self.inner = [math.inf if isinstance(s, ScanStep) else b for s, b in self._pairs()]
+
+    def _pairs(self) -> Iterable[tuple[Step, float]]:
+        return zip(self.steps, self.bytes, strict=True)
+
+    def scan(self, i: int, limit: int) -> ScanWalk | None:
+        """A scan in segments that take no more than the limit while they are walked."""
+        step = self.steps[i]
+        if not isinstance(step, ScanStep) or step.source == "none":
+            return None
+        layer = max(1.0, (step.kept_bytes + step.layers_memo_bytes) / step.length)
+        every = evenly(step.length, max(1, min(step.length, int(limit / layer))))
+        return ScanWalk(step.trunk, i, i + 1, [step], every=every)
+
+    def limits(self) -> set[int]:
+        """Sizes of segments worth trying."""
+        if not self.again:
+            return set()
+        found: set[int] = set()
+        for step in self.steps:
+            if isinstance(step, ScanStep) and step.source != "none":
+                layer = (step.kept_bytes + step.layers_memo_bytes) / step.length
+                whole = range(1, step.length + 1)
+                found.update(math.ceil(layer * k) for k in whole if step.length % k == 0)
+        sizes = [b for b in self.inner if 0 < b < math.inf]
+        total = sum(sizes)
+        limit = float(max(sizes, default=0))
+        while sizes and limit < 2 * total:
+            found.add(int(limit))
+            limit *= 1.25
+        return found
+
+
+def evenly(length: int, longest: int) -> int:
+    """The size of pieces no longer than that: one that divides the length, or as even as can be."""
+    divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
+    return divisor if 5 * divisor >= 4 * longest else -(-length // -(-length // longest))
+
+
+def _transients(costs: Sequence[NodeCost], walked: _Walked | None) -> list[int]:
     """Limits to try on what a recomputed stretch may take."""
     kept = sorted({c.full for c in costs if c.full})
     total = sum(c.full for c in costs)
@@ -690,43 +768,44 @@ def _transients(costs: Sequence[NodeCost]) -> list[int]:
     while kept and limit < total:
         limits.add(int(limit))
         limit *= 1.5
+    if walked is not None:
+        limits |= walked.limits()
     return sorted(limits)
 
 
+class Piece(NamedTuple):
+    """Consecutive nodes that become a segment."""
+
+    kind: str  # "walk", "store", "recompute", or "rewalk": a walk whose Phase I is run again
+    start: int
+    stop: int
+    every: int = 0  # of a scan in segments: their layers
+
+
 def _segments(
-    cut: Trunk,
-    costs: Sequence[NodeCost],
-    live: Sequence[int],
-    walked: Sequence[float] | None,
-    limit: int,
-) -> tuple[float, list[tuple[str, int, int]]] | None:
-    """Dynamic program: (bytes, pieces (kind, start, stop))."""
+    cut: Trunk, costs: Sequence[NodeCost], walked: _Walked | None, limit: int
+) -> tuple[float, list[Piece]] | None:
+    """Dynamic program: (bytes, pieces)."""
     n = len(costs)
+    live = live_bytes(cut)
     store = [c.full for c in costs]
     infinite = math.inf
     must_recompute = [node.checkpointed for node in cut.nodes]
     best = [infinite] * (n + 1)  # least bytes for the nodes before
     best[0] = 0
-    # What calls back must run once: it is stored, unless its scan is walked.
-    pinned = [any(compat.has_effects(e) and e.outvars for e in node.block.eqns) for node in cut.nodes]
     walking = [infinite] * (n + 1)  # the same, inside a walk
     walk_start = [0] * (n + 1)
-    back: list[tuple[str, int] | None] = [None] * (n + 1)
-    never = 1 << 62
-    sizes = [never if p else c.full for c, p in zip(costs, pinned, strict=True)]
-    prefix = list(itertools.accumulate(sizes, initial=0))
-    narrow = [
-        i
-        for i in range(n + 1)
-        if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
-    ]
-    starts = set(narrow)
-    window: list[int] = [0]
+    back: list[Piece | None] = [None] * (n + 1)
+    # What calls back must run once: it is stored, unless its scan is walked.
+    full = [infinite if node.calls_once else c.full for c, node in zip(costs, cut.nodes, strict=True)]
+    stretches = _Stretches(cut, full, live, limit)
+    again = _Stretches(cut, walked.inner, live, limit) if walked is not None and walked.again else None
+    spent: dict[int, int] = {}  # what a segment of a scan takes
     for j in range(1, n + 1):
         i = j - 1
         # store one node
         if not must_recompute[i] and best[i] + store[i] < best[j]:
-            best[j], back[j] = best[i] + store[i], ("store", i)
+            best[j], back[j] = best[i] + store[i], Piece("store", i, j)
         # walk it, going on or starting here
         if walked is not None:
             fresh = best[i] + (live[i] if i else 0)
@@ -734,56 +813,91 @@ def _segments(
                 walking_here, start = fresh, i
             else:
                 walking_here, start = walking[i], walk_start[i]
-            walking[j], walk_start[j] = walking_here + walked[i], start
+            walking[j], walk_start[j] = walking_here + walked.bytes[i], start
             if walking[j] < best[j]:
-                best[j], back[j] = walking[j], ("walk", start)
-        # recompute a stretch that ends here
-        while window and prefix[j] - prefix[window[0]] > limit:
-            window.pop(0)
-        for s in window:
-            cost = best[s] + (live[s] if s else 0)
-            if cost < best[j]:
-                best[j], back[j] = cost, ("recompute", s)
-        if j in starts:
-            window.append(j)
+                best[j], back[j] = walking[j], Piece("walk", start, j)
+            scan = walked.scan(i, limit) if walked.again else None
+            if scan is not None and best[i] + scan.start_bytes < best[j]:
+                best[j] = best[i] + scan.start_bytes
+                back[j] = Piece("rewalk", i, j, scan.every)
+                spent[i] = scan.kept_bytes
+        # recompute a stretch that ends here, or walk it after running it again
+        for kind, found in (("recompute", stretches), ("rewalk", again)):
+            for s in found.starts(j) if found is not None else ():
+                cost = best[s] + (live[s] if s else 0)
+                if cost < best[j]:
+                    best[j], back[j] = cost, Piece(kind, s, j)
     if math.isinf(best[n]):
         return None
-    pieces: list[tuple[str, int, int]] = []
+    pieces: list[Piece] = []
     j = n
     while j:
-        step = back[j]
-        assert step is not None
-        kind, i = step
-        pieces.append((kind, i, j))
-        j = i
-    pieces.reverse()
-    merged: list[tuple[str, int, int]] = []
-    for kind, i, j in pieces:
-        if merged and kind == "store" == merged[-1][0]:
-            merged[-1] = (kind, merged[-1][1], j)
+        piece = back[j]
+        assert piece is not None
+        pieces.append(piece)
+        j = piece.start
+    merged: list[Piece] = []
+    for piece in reversed(pieces):
+        if merged and piece.kind == "store" == merged[-1].kind:
+            merged[-1] = Piece("store", merged[-1].start, piece.stop)
         else:
-            merged.append((kind, i, j))
-    spent = max((prefix[j] - prefix[i] for kind, i, j in merged if kind == "recompute"), default=0)
-    return best[n] + spent, merged
+            merged.append(piece)
+    taken = [stretches.size(p.start, p.stop) for p in merged if p.kind == "recompute"]
+    if again is not None:
+        walks = [p for p in merged if p.kind == "rewalk"]
+        taken += [spent[p.start] if p.every else again.size(p.start, p.stop) for p in walks]
+    return best[n] + max(taken, default=0), merged
+
+
+class _Stretches:
+    """Where stretches may begin that end at a node and take no more than a limit."""
+
+    def __init__(self, cut: Trunk, sizes: Sequence[float], live: Sequence[int], limit: int):
+        never = 1 << 62
+        whole = [never if math.isinf(b) else int(b) for b in sizes]
+        self.prefix = list(itertools.accumulate(whole, initial=0))
+        self.limit = limit
+        n = len(cut.nodes)
+        self.narrow = {
+            i
+            for i in range(n + 1)
+            if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
+        }
+        self.window: list[int] = [0]
+
+    def size(self, start: int, stop: int) -> int:
+        return self.prefix[stop] - self.prefix[start]
+
+    def starts(self, stop: int) -> list[int]:
+        """Ask for every node in turn."""
+        while self.window and self.size(self.window[0], stop) > self.limit:
+            self.window.pop(0)
+        found = list(self.window)
+        if stop in self.narrow:
+            self.window.append(stop)
+        return found
 
 
 def _realise(
-    cut: Trunk,
-    pieces: Sequence[tuple[str, int, int]],
-    costs: Sequence[NodeCost],
-    options: Options,
-    book: Book,
+    cut: Trunk, pieces: Sequence[Piece], costs: Sequence[NodeCost], options: Options, book: Book
 ) -> Choice:
     """Segments with their true sizes."""
     envs = None if book.values is None else [book.values]
     segments: list[Segment] = []
     kept = transient = 0
     live = live_bytes(cut)
-    for kind, i, j in pieces:
-        if kind == "walk":
+    for kind, i, j, every in pieces:
+        if kind in ("walk", "rewalk"):
             walk, _ = plan_walk(cut, i, j, options, book=book, envs=envs)
+            walk.recomputed = kind == "rewalk"
+            walk = _in_segments(walk, every, options) if every else walk
             segments.append(walk)
-            kept += walk.kept_bytes + (live[i] if i else 0)
+            start = live[i] if i else 0
+            if walk.recomputed:
+                transient = max(transient, walk.kept_bytes)
+                kept += walk.start_bytes if isinstance(walk, ScanWalk) else start
+            else:
+                kept += walk.kept_bytes + start
         else:
             periods = {k: c.period for k, c in enumerate(costs) if i <= k < j and c.period}
             plain = Plain(cut, i, j, periods)
@@ -792,6 +906,27 @@ def _realise(
             inner = max((costs[k].transient for k in periods), default=0)
             transient = max(transient, plain.transient_bytes + inner)
     return Choice(segments, kept, transient)
+
+
+def _in_segments(walk: Walk, every: int, options: Options) -> ScanWalk:
+    """A scan walked in segments, each from an exact cotangent."""
+    (step,) = walk.steps
+    layer = step.gain
+    if options.anchor_every is None:
+        step.period = period_for(layer, Growth(), every, options.limit)
+    span = min(every, step.period or every)
+    grown = Growth(_power(layer.factor, span), layer.mixes).factor
+    inside = Growth(step.walk.growth, layer.mixes).factor
+    return ScanWalk(
+        walk.trunk,
+        walk.start,
+        walk.stop,
+        [step],
+        walk.given,
+        walk.certify,
+        max(grown, inside),
+        every=every,
+    )
 
 
 def weight_alarms(walk: Walk, envs: Sequence[Values], book: Book) -> Iterable[Alarm]:
@@ -851,4 +986,6 @@ def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, f
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
-    return Options(limit, method.anchor_every, certify, method.walk_precision), tolerance
+    return Options(
+        limit, method.anchor_every, certify, method.walk_precision, method.checkpoint
+    ), tolerance
