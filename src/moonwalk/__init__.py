@@ -22,6 +22,7 @@ from .gradient import grad as grad
 from .gradient import plan as plan
 from .gradient import value_and_grad as value_and_grad
 from .methods import Moonwalk as Moonwalk
+from .methods import PureForward as PureForward
 from .plans import Plan as Plan
 from .registry import register_vijp as register_vijp
 from .rules.generic import MatrixFree as MatrixFree

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import compat, engine
+from . import compat, engine, forward
 from .certificate import Certificate
 from .engine import Engine
 from .errors import InexactError, PlanMismatchError, PlanWarning
-from .methods import Moonwalk
+from .methods import Moonwalk, PureForward
 from .plans import Plan
 
-Method = Moonwalk | Plan
+Method = Moonwalk | PureForward | Plan
 _DEFAULT = Moonwalk()
 
 
@@ -50,7 +50,8 @@ def value_and_grad(
     - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are
         network inputs in `Moonwalk(inputs=...)`.
     - `has_aux`: whether `fun` returns auxiliary data.
-    - `method`: `moonwalk.Moonwalk(...)`, or a plan that `moonwalk.plan` returned.
+    - `method`: `moonwalk.Moonwalk(...)`, `moonwalk.PureForward(...)`, or a plan that `moonwalk.plan`
+        returned.
     - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
 
     **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with
@@ -110,7 +111,7 @@ def grad(
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    method: Moonwalk = _DEFAULT,
+    method: Method = _DEFAULT,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     **kwargs: Any,
@@ -135,10 +136,10 @@ def plan(
 
 
 def _check_method(method: Any) -> None:
-    if not isinstance(method, Moonwalk | Plan):
+    if not isinstance(method, Moonwalk | PureForward | Plan):
         raise TypeError(
-            "method= takes moonwalk.Moonwalk(...) or a plan that moonwalk.plan returned, but got "
-            f"{method!r}"
+            "method= takes moonwalk.Moonwalk(...), moonwalk.PureForward(...) or a plan that "
+            f"moonwalk.plan returned, but got {method!r}"
         )
 
 
@@ -283,8 +284,14 @@ class _Call:
             values = {
                 v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
             }
-        made, described = engine.plan(
-            staged, method, certify=certify, signature=signature, gains=gains, values=values
+        planner = forward.plan if isinstance(method, PureForward) else engine.plan
+        made, described = planner(
+            staged,
+            method,  # type: ignore[arg-type]
+            certify=certify,
+            signature=signature,
+            gains=gains,
+            values=values,
         )
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
@@ -377,22 +384,39 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
-def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk) -> list[Any]:
+def _heed(
+    gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk | PureForward
+) -> list[Any]:
     """Act where a walk was less exact than its tolerance."""
     if method.on_inexact == "ignore":
         return gradients
     bad = ~(found.error <= described.tolerance)
-    if method.on_inexact == "nan":
-        return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
-    text = (
+    if method.on_inexact == "raise":
+        text = _inexact_text(described, method)
+        known = compat.concrete(bad)
+        if known is not None:
+            if known.any():
+                raise InexactError(
+                    f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})"
+                )
+            return gradients
+        # The check hangs on a number, not on the gradients: through its callback they would be copied.
+        bad = eqx.error_if(bad, bad, text)
+    return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
+
+
+def _inexact_text(described: Plan, method: Moonwalk | PureForward) -> str:
+    if isinstance(method, PureForward):
+        return (
+            "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative "
+            f"by more than the tolerance {described.tolerance:.1e}: the examples are not independent "
+            "(per_example=True), a declared structure does not hold, or the weights have drifted from "
+            "those that the plan measured; leave per_example out, plan anew, or pass "
+            "on_inexact='nan' or 'ignore'"
+        )
+    return (
         f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
         "weights have drifted from those that the plan measured, a declared structure does not hold, or "
         "the cotangents of a fork's branches cancel; plan anew, lower anchor_every, or pass "
         "Moonwalk(on_inexact='nan' or 'ignore')"
     )
-    known = compat.concrete(bad)
-    if known is None:
-        return eqx.error_if(gradients, bad, text)
-    if known.any():
-        raise InexactError(f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})")
-    return gradients

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import compat
-from .methods import Moonwalk
+from .methods import Moonwalk, PureForward
 from .planning import Choice, NodeCost, node_costs
 from .registry import Gain
 from .residuals import nbytes
@@ -46,7 +46,7 @@ class Plan:
     """
 
     rows: tuple[Row, ...]
-    method: Moonwalk
+    method: Moonwalk | PureForward
     tolerance: float
     kept_bytes: int
     peak_bytes: int
@@ -154,7 +154,7 @@ def describe(
     choice: Choice,
     plain: Choice,
     costs: Sequence[NodeCost],
-    method: Moonwalk,
+    method: Moonwalk | PureForward,
     tolerance: float,
     signature: tuple[tuple[str, str], ...],
     gains: tuple[tuple[Any, Gain], ...],

@@ -402,6 +402,11 @@ class ScanStep(Step):
         out.add(sums.finish(total))
         return memo, seeds, h_ys
 
+    def no_memo(self, seeds: Sequence[Any] = ()) -> Any:
+        steps = self.walk.steps
+        layer = ([s.no_memo() for s in steps], ((), [()] * len(steps)))
+        return (layer, None, None), list(seeds), []
+
     def prepare(self, fixed: Env) -> Any:
         """Factors that need a solve, for all layers in one batched call; None: made in the loop."""
         if not self.is_light:

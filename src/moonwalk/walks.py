@@ -98,6 +98,11 @@ class Step:
         """Phase III: outputs and their cotangents to `x` and `h`; returns sampled errors."""
         raise NotImplementedError
 
+    def no_memo(self, seeds: Sequence[Any] = ()) -> Any:
+        """In place of what Phase II keeps, where there was none."""
+        del seeds
+        return ()
+
     @property
     def weights_in_back(self) -> tuple[Any, ...]:
         """Operands whose gradients Phase II hands out."""
