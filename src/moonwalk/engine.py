@@ -130,15 +130,20 @@ class Engine:
         leaves = dict(zip(self.staging.order, flat, strict=False))
         return fixed, {v: fixed.pop(v) for v in self.staging.inputs}, leaves
 
-    def run_sides(self, fixed: Env) -> None:
-        """Data side and weight side, into `fixed`."""
+    def run_sides(self, fixed: Env, *, effects: bool = True) -> None:
+        """Data side and weight side, into `fixed`. `effects`: print and call back, too."""
         with jax.named_scope("sides"):
-            self.data_side.run(fixed, effects=True)
-            self.weight_side.run(fixed, effects=True)
+            self.data_side.run(fixed, effects=effects)
+            self.weight_side.run(fixed, effects=effects)
 
-    def phases(self, fixed: Env, x: Env, out: Ledger) -> tuple[list[Any], Env, Errors]:
-        """The three phases: (the jaxpr's results, cotangents at the trunk's entry, sampled errors)."""
-        saved = phases.forward(self.segments, fixed, x, self.results)
+    def phases(
+        self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
+    ) -> tuple[list[Any], Env, Errors]:
+        """The three phases: (the jaxpr's results, cotangents at the trunk's entry, sampled errors).
+
+        `again`: another pass prints and calls back.
+        """
+        saved = phases.forward(self.segments, fixed, x, self.results, again=again)
         values = [graph.read({**fixed, **x}, v) for v in self.staging.jaxpr.outvars]
         h: Env = {}
         if self.cut.outputs:
@@ -200,8 +205,9 @@ def draft(
     certify: bool,
     gains: Iterable[tuple[Any, Gain]] = (),
     values: dict[Any, Any] | None = None,
+    fused: bool = False,
 ) -> Draft:
-    """`values`: of the jaxpr's inputs, where gains are to be measured."""
+    """`values`: of the jaxpr's inputs, where gains are to be measured. `fused`: for `fused_update`."""
     refuse_effects(staging.jaxpr)
     whole = cut(staging)
     if values is not None:
@@ -213,7 +219,7 @@ def draft(
                 graph.run([e], values)
     book = Book(gains, values)
     options, tolerance = planning.options_for(whole, method, certify)
-    costs = planning.node_costs(whole)
+    costs = planning.node_costs(whole, fused=fused)
     plain = planning.choose_segments(whole, options, costs, book, walks=False)
     return Draft(whole, book, options, tolerance, costs, plain)
 
@@ -226,9 +232,10 @@ def plan(
     signature: tuple[tuple[str, str], ...] = (),
     gains: Iterable[tuple[Any, Gain]] = (),
     values: dict[Any, Any] | None = None,
+    fused: bool = False,
 ) -> tuple[Engine, Plan]:
     """Cut, cost and plan."""
-    made = draft(staging, method, certify=certify, gains=gains, values=values)
+    made = draft(staging, method, certify=certify, gains=gains, values=values, fused=fused)
     whole, book, options, _, costs, plain = made
     choice = planning.choose_segments(whole, options, costs, book)
     if plain.total <= choice.total:

@@ -52,10 +52,11 @@ def plan(
     signature: tuple[tuple[str, str], ...] = (),
     gains: Iterable[tuple[Any, Gain]] = (),
     values: dict[Any, Any] | None = None,
+    fused: bool = False,
 ) -> tuple[Engine, Plan]:
     """As `engine.plan`. The closure is always computed, and heeded: it costs a few jvps of the head."""
     del certify
-    made = engine.draft(staging, method, certify=False, gains=gains, values=values)
+    made = engine.draft(staging, method, certify=False, gains=gains, values=values, fused=fused)
     choice, parts = choose(made.cut, made.options, made.book, method)
     engine.heed_weights(choice, made.book)
     described = made.describe(choice, method, signature)
@@ -197,14 +198,16 @@ class ForwardEngine(Engine):
         self.method = method
 
     def phases(
-        self, fixed: Env, x: Env, out: Ledger
+        self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
     ) -> tuple[list[Any], Env, tuple[list[Any], list[Any]]]:
         """(values of the jaxpr's results, cotangents of the network's inputs, errors)."""
         walk, h = self.walk, {}
-        held = self.stem.phase_one(fixed, x, self.results) if self.stem is not None else None
+        held = (
+            self.stem.phase_one(fixed, x, self.results, again=again) if self.stem is not None else None
+        )
         start = dict(x)
         with jax.named_scope("value"):
-            values = self._values_and_head(fixed, x, out)
+            values = self._values_and_head(fixed, x, out, again=again)
         with jax.named_scope("seed"):
             found = self._seed_cotangents(fixed, start)
         of_scans: dict[int, list[Any]] = {}
@@ -230,12 +233,14 @@ class ForwardEngine(Engine):
             error = self._closure(fixed, start, h)
         return values, entry, ([error], [error])
 
-    def _values_and_head(self, fixed: Env, x: Env, out: Ledger) -> list[Any]:
+    def _values_and_head(self, fixed: Env, x: Env, out: Ledger, *, again: bool) -> list[Any]:
         """The jaxpr's results; the head hands out its gradients on the way."""
         env = {**fixed, **x}
         for node in self.cut.nodes[self.walk.start : self.walk.stop]:
-            _run(node, env, env)
-        held = self.head.phase_one(fixed, env, self.results) if self.head is not None else None
+            _run(node, env, env, silent=again)
+        held = (
+            self.head.phase_one(fixed, env, self.results, again=again) if self.head is not None else None
+        )
         values = [graph.read(env, v) for v in self.staging.jaxpr.outvars]
         h = {v: jnp.ones_like(values[0]) for v in self.cut.outputs}
         self.hand_out_weights(h, out)

@@ -65,11 +65,11 @@ def value_and_grad(
     >>> print(value, g.tolist())
     3.0 [[1.0, -1.0], [-2.0, 2.0]]
     """
-    _check_method(method)
+    check_method(method)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = _Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
+        call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
         value, aux, gradients, found = call.differentiate(method, certify)
         value = (value, aux) if has_aux else value
         return (value, gradients, found) if certify else (value, gradients)
@@ -96,11 +96,11 @@ def grad(
     >>> print(mw.grad(lambda w: w**2)(3.0))
     6.0
     """
-    _check_method(method)
+    check_method(method)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = _Call("grad", fun, argnums, has_aux, args, kwargs)
+        call = Call("grad", fun, argnums, has_aux, args, kwargs)
         _, aux, gradients, found = call.differentiate(method, certify)
         result = ((gradients, aux) if has_aux else (gradients,)) + ((found,) if certify else ())
         return result if len(result) > 1 else gradients
@@ -130,12 +130,12 @@ def plan(
     """
     if isinstance(method, Plan):
         method = method.method
-    _check_method(method)
-    call = _Call("plan", fun, argnums, has_aux, args, kwargs)
+    check_method(method)
+    call = Call("plan", fun, argnums, has_aux, args, kwargs)
     return call.plan(method, certify=False)[1]
 
 
-def _check_method(method: Any) -> None:
+def check_method(method: Any) -> None:
     if not isinstance(method, Moonwalk | PureForward | Plan):
         raise TypeError(
             "method= takes moonwalk.Moonwalk(...), moonwalk.PureForward(...) or a plan that "
@@ -147,7 +147,7 @@ _measured: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDicti
 _advised: set[Any] = set()
 
 
-class _Call:
+class Call:
     """One call of a differentiated function: its arguments, flattened and sorted."""
 
     aux_tree: Any = None
@@ -262,7 +262,9 @@ class _Call:
         return not structs and compat.is_concrete(self.leaves, jnp.zeros(()))
 
     # -- planning --------------------------------------------------------------------------------
-    def plan(self, method: Method, *, certify: bool) -> tuple[Engine, Plan, engine.Staging]:
+    def plan(
+        self, method: Method, *, certify: bool, fused: bool = False
+    ) -> tuple[Engine, Plan, engine.Staging]:
         signature = self.signature()
         gains: Any = ()
         values = None
@@ -292,6 +294,7 @@ class _Call:
             signature=signature,
             gains=gains,
             values=values,
+            fused=fused,
         )
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
@@ -319,14 +322,17 @@ class _Call:
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
         if described.checked:
-            gradients = _heed(gradients, found, described, settings)
-        value, *arrays = out
-        values = iter(arrays)
-        aux = jax.tree.unflatten(
-            self.aux_tree, [next(values) if s is None else s[0] for s in self.aux_static]
-        )
+            gradients = heed(gradients, found, described, settings)
+        value, aux = self.results(out)
         result = jax.tree.unflatten(self.tree, gradients)
         return value, aux, result[0] if self.single else result, found
+
+    def results(self, out: Sequence[Any]) -> tuple[Any, Any]:
+        """(loss, auxiliary data) from the engine's flat list."""
+        value, *arrays = out
+        values = iter(arrays)
+        leaves = [next(values) if s is None else s[0] for s in self.aux_static]
+        return value, jax.tree.unflatten(self.aux_tree, leaves)
 
 
 class _NotScalar(Exception):
@@ -384,7 +390,7 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
-def _heed(
+def heed(
     gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk | PureForward
 ) -> list[Any]:
     """Act where a walk was less exact than its tolerance."""

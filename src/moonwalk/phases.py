@@ -22,17 +22,22 @@ from .segments import Plain
 from .walks import Env, Step, Walk, as_cotangent, hold
 
 
-def forward(segments: Sequence[Segment], fixed: Env, x: Env, results: frozenset[Any]) -> list[Any]:
-    """Phase I. `x` holds, at the end, whatever of `results` the trunk makes."""
+def forward(
+    segments: Sequence[Segment], fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False
+) -> list[Any]:
+    """Phase I. `x` holds, at the end, whatever of `results` the trunk makes.
+
+    `again`: another pass prints and calls back.
+    """
     saved: list[Any] = []
     with jax.named_scope("phase_1"):
         for number, segment in enumerate(segments):
             with jax.named_scope(f"segment_{number}"):
                 start = {v: x[v] for v in _start_state(segment) if v in x}
                 if isinstance(segment, Walk):
-                    kept = segment.phase_one(fixed, x, results, keep=not segment.recomputed)
+                    kept = segment.phase_one(fixed, x, results, keep=not segment.recomputed, again=again)
                 else:
-                    kept = segment.phase_one(fixed, x, results)
+                    kept = segment.phase_one(fixed, x, results, again=again)
                 saved.append((kept, start))
     return saved
 

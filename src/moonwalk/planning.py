@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,7 @@ class NodeCost:
     transient: int = 0  # of such a scan: the residuals of one period
     carries: int = 0  # and the carries that it keeps
     stored: int = 0  # what storing keeps: less than all, where the state itself is less
+    gradients: int = 0  # of stacked weights, where they would otherwise not all exist at once
 
     @property
     def backprop(self) -> int:
@@ -52,11 +53,15 @@ class NodeCost:
     @property
     def full(self) -> int:
         """What differentiating the node by itself takes, at its best."""
-        return self.stored if self.period is None else self.carries + self.transient
+        kept = self.stored if self.period is None else self.carries + self.transient
+        return kept + self.gradients
 
 
-def node_costs(cut: Trunk) -> list[NodeCost]:
-    """M_x and M_θ of every node, by tracing its pullbacks."""
+def node_costs(cut: Trunk, *, fused: bool = False) -> list[NodeCost]:
+    """M_x and M_θ of every node, by tracing its pullbacks.
+
+    `fused`: gradients are applied as they come, but those of a scan that is not walked come at once.
+    """
     memory: dict[Any, NodeCost] = {}
     result = []
     for node in cut.nodes:
@@ -67,6 +72,8 @@ def node_costs(cut: Trunk) -> list[NodeCost]:
                 memory[key] = cost
         else:
             cost = memory[key]
+        if fused and node.is_scan:
+            cost = replace(cost, gradients=nbytes(*(v.aval for v in node.weights)))
         result.append(cost)
     return result
 

@@ -67,20 +67,20 @@ class ScanWalk(Walk):
         again: bool = False,
     ) -> Any:
         """Forward: the carries at the starts of segments."""
-        del retain, keep, again
+        del retain, keep
         step = self.scan
         operands, carry = step.operands_of(fixed, x)
         (segments, firsts), (short, first) = self._firsts()
 
         def segment(carry: Any, first: Any) -> Any:
-            last, ys, _ = step.forward(operands, carry, (first, self.every), keep=False)
+            last, ys, _ = step.forward(operands, carry, (first, self.every), keep=False, again=again)
             return last, (carry, ys)
 
         rest = rest_ys = None
         last, (starts, ys) = step.scan(segment, carry, firsts, length=segments)
         if short:
             rest = last
-            last, rest_ys, _ = step.forward(operands, last, (first, short), keep=False)
+            last, rest_ys, _ = step.forward(operands, last, (first, short), keep=False, again=again)
         x.update(zip(step.eqn.outvars, (*last, *step.joined(ys, rest_ys)), strict=True))
         return starts, rest
 

@@ -358,14 +358,14 @@ class ScanStep(Step):
         return jax.tree.map(lambda a, b: jnp.concatenate(order(a, b)), flat, rest)
 
     # -- the phases ------------------------------------------------------------------------------
-    def run(self, fixed: Env, x: Env) -> None:
+    def run(self, fixed: Env, x: Env, *, again: bool = False) -> None:
         operands, carry = self.operands_of(fixed, x)
-        last, ys, _ = self.forward(operands, carry, (0, self.length), keep=False)
+        last, ys, _ = self.forward(operands, carry, (0, self.length), keep=False, again=again)
         x.update(zip(self.eqn.outvars, (*last, *ys), strict=True))
 
-    def keep(self, fixed: Env, x: Env) -> Any:
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         operands, carry = self.operands_of(fixed, x)
-        last, ys, kept = self.forward(operands, carry, (0, self.length))
+        last, ys, kept = self.forward(operands, carry, (0, self.length), again=again)
         x.update(zip(self.eqn.outvars, (*last, *ys), strict=True))
         return kept
 

@@ -111,12 +111,16 @@ class Plain:
         """What exists besides while the segment is differentiated."""
         return self.stored_bytes if self.recomputed else 0
 
-    def phase_one(self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset()) -> Any:
-        """Forward: reads and writes `x`, returns what is kept."""
+    def phase_one(
+        self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset(), *, again: bool = False
+    ) -> Any:
+        """Forward: reads and writes `x`, returns what is kept. `again`: another pass prints."""
         if not self.recomputed:
-            return self._linearise(fixed, x, retain)
+            return self._linearise(fixed, x, retain, again=again)
         kept = [x[v] for v in self.inputs]
         for i, node in enumerate(self.nodes):
+            if again and node.is_silent:
+                continue
             values = [graph_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
             split = len(node.block.inputs)
             made = (*node.block.outputs, *node.block.exports)

@@ -73,15 +73,18 @@ class Step:
         return [fixed[v] if v in fixed else env.get(v) for v in self.block.operands]
 
     # -- the three phases ------------------------------------------------------------------------
-    def run(self, fixed: Env, x: Env) -> None:
+    def run(self, fixed: Env, x: Env, *, again: bool = False) -> None:
         """Forward, keeping nothing: write the outputs to `x`."""
         block = self.block
         made = (*block.outputs, *block.exports)
         values = block.values(made, [x[v] for v in block.inputs], self.operands(x, fixed))
         x.update(zip(made, values, strict=True))
 
-    def keep(self, fixed: Env, x: Env) -> Any:
-        """Phase I: run, write the outputs to `x`, return what is kept."""
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
+        """Phase I: run, write the outputs to `x`, return what is kept.
+
+        `again`: another pass prints and calls back.
+        """
         raise NotImplementedError
 
     def keep_late(self, fixed: Env, x: Env) -> Any:
@@ -192,7 +195,7 @@ class BlockStep(Step):
         values = _cast(self.inner.operands, [env[known[v]] for v in self.inner.operands])
         return rule.prepare(self.inner, [values[v] for v in self.inner.operands])
 
-    def keep(self, fixed: Env, x: Env) -> Any:
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         block, operands = self.block, self.operands(x, fixed)
         state = [x[v] for v in block.inputs]
         y, kept = self.residual.forward(state, operands)
@@ -322,7 +325,7 @@ class ForkStep(Step):
     def memo_bytes(self) -> int:
         return len(self.kept_copies) * nbytes(self.block.inputs[0].aval)
 
-    def keep(self, fixed: Env, x: Env) -> Any:
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         (v,) = self.block.inputs
         x.update((copy, x[v]) for copy in self.block.outputs)
         return ()
@@ -350,7 +353,7 @@ class AsideStep(Step):
 
     again = True
 
-    def keep(self, fixed: Env, x: Env) -> Any:
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         self.run(fixed, x)
         return ()
 
@@ -461,10 +464,10 @@ class Walk:
                 if again and step.node.is_silent:
                     kept.append(())
                 elif keep:
-                    kept.append(step.keep(fixed, x))
+                    kept.append(step.keep(fixed, x, again=again))
                     waiting.append(i)
                 else:
-                    step.run(fixed, x)
+                    step.run(fixed, x, again=again)
             self._drop(x, i, retain)
         hold((x, list(x)), (kept, waiting))
         return kept
