@@ -72,24 +72,29 @@ def fused_update(
     @functools.wraps(fun)
     def step(params: Any, opt_state: Any, *data: Any, **kwargs: Any) -> Any:
         call = Call("fused_update", fun, 0, has_aux, (params, *data), kwargs)
-        made, described, staged = call.plan(method, certify=certify, fused=True)
-        leaves = [jnp.asarray(a) for a in call.leaves]
-        params = jax.tree.unflatten(jax.tree.structure(params), leaves)
-        update = Fused(made, optimizer, params, opt_state)
-        out, new, found = update(leaves, (*call.others, *staged.staged.consts))
-        new_params, new_state = new[: len(leaves)], new[len(leaves) :]
-        if described.checked:
-            settings = method.method if isinstance(method, Plan) else method
-            new_params = gradient.heed(new_params, found, described, settings)
-        value, aux = call.results(out)
-        result = (
-            (value, aux) if has_aux else value,
-            jax.tree.unflatten(jax.tree.structure(params), new_params),
-            jax.tree.unflatten(update.program.state_tree, new_state),
+        value, aux, params, opt_state, found = call.measuring(
+            method, lambda: _step(call, optimizer, params, opt_state, method, certify)
         )
+        result = ((value, aux) if has_aux else value, params, opt_state)
         return (*result, found) if certify else result
 
     return step
+
+
+def _step(
+    call: Call, optimizer: Any, params: Any, opt_state: Any, method: Method, certify: bool
+) -> tuple[Any, Any, Any, Any, Certificate]:
+    """(value, auxiliary data, new parameters, new state, certificate)."""
+    made, described, staged = call.plan(method, certify=certify, fused=True)
+    leaves, tree = [jnp.asarray(a) for a in call.leaves], jax.tree.structure(params)
+    update = Fused(made, optimizer, jax.tree.unflatten(tree, leaves), opt_state)
+    out, new, found = update(leaves, (*call.others, *staged.staged.consts))
+    new_params, new_state = new[: len(leaves)], new[len(leaves) :]
+    if described.checked:
+        settings = method.method if isinstance(method, Plan) else method
+        new_params = gradient.heed(new_params, found, described, settings)
+    state = jax.tree.unflatten(update.program.state_tree, new_state)
+    return *call.results(out), jax.tree.unflatten(tree, new_params), state, found
 
 
 class Fused:

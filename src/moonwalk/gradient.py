@@ -300,19 +300,19 @@ class Call:
             cache[signature, method] = described.gains
         return made, described, staged
 
-    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+    def measuring(self, method: Method, run: Callable[[], Any]) -> Any:
+        """`run()`; where weights have drifted since their gains were measured, measure again, once."""
         try:
-            return self._differentiate(method, certify)
+            return run()
         except InexactError:
             cache = _cache_for(self.fun)
-            if (
-                isinstance(method, Plan)
-                or cache is None
-                or not cache.pop((self.signature(), method), None)
-            ):
+            if isinstance(method, Plan) or not cache or not cache.pop((self.signature(), method), None):
                 raise
-            # The weights have drifted since their gains were measured: measure again, once.
-            return self._differentiate(method, certify)
+            return run()
+
+    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+        """(value, auxiliary data, gradients, certificate)."""
+        return self.measuring(method, lambda: self._differentiate(method, certify))
 
     def _differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
         made, described, staged = self.plan(method, certify=certify)

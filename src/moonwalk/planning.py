@@ -404,6 +404,7 @@ def _realise(
             segments.append(plain)
             kept += plain.kept_bytes
             inner = max((costs[k].transient for k in periods), default=0)
+            inner += max(c.gradients for c in costs[i:j])
             transient = max(transient, plain.transient_bytes + inner)
     return Choice(segments, kept, transient)
 

@@ -208,11 +208,10 @@ class UpdatedLayers(Layers):
         if self.ledger.norms:
             return {}
         result = {}
-        for (v, leaf), own in zip(self.leaves.items(), carried[1], strict=True):
+        for v, own in zip(self.leaves, carried[1], strict=True):
             # Behind a barrier: read again after its update, the stack would have to be copied.
             parameter = lax.optimization_barrier(take(own[0], i))
             result[v] = self._operand(v)(parameter)
-            del leaf
         return result
 
     def _operand(self, v: Any) -> Any:
@@ -231,8 +230,8 @@ class UpdatedLayers(Layers):
         plain, own = carried
         program, env, new = self.program, self.ledger.env, []
         for (v, leaf), held in zip(self.leaves.items(), own, strict=True):
-            old = self._old(leaf, held, i)
-            g = found[v]
+            # Behind a barrier, as in `read`.
+            old, g = lax.optimization_barrier((self._old(leaf, held, i), found[v]))
             if self.fused[v].parameters != (v,):
                 (g,) = jax.vjp(self._operand(v), old[leaf])[1](g)
             if not self.ledger.norms:
