@@ -330,7 +330,7 @@ def shortcut(x, w):
 
 
 def test_forks():
-    """A state with two readers: the short way's cotangent is kept, the long way's is the rest."""
+    """A state with two readers: the long way's cotangent is kept, and nobody needs the short way's."""
     ws = [(orthogonal(WIDTH, seed=i), orthogonal(WIDTH, seed=i + 9)) for i in range(4)]
     plan = mw.plan(loss_of(shortcut), *structs(ws, X))
     rows = [r for r in plan.rows if r.mode == "fork"]
