@@ -27,8 +27,9 @@ class Moonwalk:
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (gain 1), true float32 elsewhere.
     - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
-    - `on_inexact`: what happens when a walk whose exactness rests on measured gains (or any walk, with
-        `certify=True`) turns out worse than the tolerance: "raise", "nan" (the gradients) or "ignore".
+    - `on_inexact`: what happens when a walk whose error no trace can bound (`Plan.checked`), or any walk
+        with `certify=True`, turns out worse than the tolerance: "raise", "nan" (the gradients) or
+        "ignore".
     """
 
     tolerance: float | None = None

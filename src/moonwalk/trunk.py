@@ -109,7 +109,6 @@ class Node:
 
 
 _LAYOUT = MOVING | {lax.convert_element_type_p}
-_LIGHT = POINTWISE | MOVING | {lax.iota_p, lax.reduce_sum_p, lax.reduce_max_p, lax.pad_p, lax.argmax_p}
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
