@@ -99,7 +99,8 @@ class Engine:
         @jax.custom_jvp
         def run(*flat: Any) -> Any:
             out, gradients, errors = self.run(*flat)
-            return out, gradients, Certificate(*(certificate.worst(e) for e in errors))
+            worst = (compat.largest_anywhere(certificate.worst(e)) for e in errors)
+            return out, gradients, Certificate(*worst)
 
         @run.defjvp
         def _(primals: Any, tangents: Any) -> Any:
@@ -258,7 +259,7 @@ def heed_weights(choice: Choice, book: Book) -> None:
 
 def _computes(eqn: Any) -> bool:
     """Whether a step on the weight side makes new numbers (and is not an identity or a layout)."""
-    return eqn.primitive not in MOVING and eqn.primitive is not declare_p
+    return eqn.primitive not in MOVING and eqn.primitive not in (declare_p, compat.pvary_p)
 
 
 def refuse_effects(jaxpr: Any) -> None:

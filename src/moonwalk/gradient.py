@@ -9,12 +9,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import compat, engine, forward
+from . import checks, compat, engine, forward
 from .certificate import Certificate
 from .engine import Engine
 from .errors import InexactError, PlanMismatchError, PlanWarning
@@ -407,7 +406,7 @@ def heed(
                 )
             return gradients
         # The check hangs on a number, not on the gradients: through its callback they would be copied.
-        bad = eqx.error_if(bad, bad, text)
+        bad = checks.raise_when_run(bad, bad, text)
     return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
 
 

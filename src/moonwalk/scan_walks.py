@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import compat
 from .ledger import Ledger
 from .residuals import nbytes
 from .scans import ScanStep, Sums
@@ -109,7 +110,8 @@ class ScanWalk(Walk):
             return h, back, swept, worst
 
         (segments, firsts), (short, first) = self._firsts()
-        carry = (h_last, in_back.start(), in_sweep.start(), jnp.zeros((), jnp.float32))
+        worst = compat.varying_zero((operands[:3], h_last, h_ys, starts), jnp.float32)
+        carry = (h_last, in_back.start(), in_sweep.start(), worst)
         if short:
             carry = segment(carry, (first, short), rest)
 

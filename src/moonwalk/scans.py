@@ -440,7 +440,7 @@ class ScanStep(Step):
                 arriving.append(h.pop(v, None))
         sums = Sums(self, operands, self.inner_in_sweep, out, apart=self.weights_in_back)
         factors = [None] * len(self.walk.steps) if factors is None else factors
-        worst = jnp.zeros((), jnp.float32)
+        worst = compat.varying_zero((operands[:3], carry, arriving, kept, memo, h_ys), jnp.float32)
         last, h_last, total, worst, ys = self.onward(
             *(operands, kept, memo, factors, carry, arriving, h_ys),
             *((0, self.length), sums, sums.start(), worst),

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from . import graph
+from . import compat, graph
 from .compat import Literal
 from .ledger import Gradients, Layers, Ledger, put, take
 from .optimizers import Program, is_entrywise, run_layer
@@ -210,7 +209,7 @@ class UpdatedLayers(Layers):
         result = {}
         for v, own in zip(self.leaves, carried[1], strict=True):
             # Behind a barrier: read again after its update, the stack would have to be copied.
-            parameter = lax.optimization_barrier(take(own[0], i))
+            parameter = compat.barrier(take(own[0], i))
             result[v] = self._operand(v)(parameter)
         return result
 
@@ -231,7 +230,7 @@ class UpdatedLayers(Layers):
         program, env, new = self.program, self.ledger.env, []
         for (v, leaf), held in zip(self.leaves.items(), own, strict=True):
             # Behind a barrier, as in `read`.
-            old, g = lax.optimization_barrier((self._old(leaf, held, i), found[v]))
+            old, g = compat.barrier((self._old(leaf, held, i), found[v]))
             if self.fused[v].parameters != (v,):
                 (g,) = jax.vjp(self._operand(v), old[leaf])[1](g)
             if not self.ledger.norms:

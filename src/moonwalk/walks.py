@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax import lax
 
-from . import certificate, twins
+from . import certificate, compat, twins
 from .graph import Block
 from .ledger import Gradients, Ledger
 from .registry import Gain
@@ -560,7 +559,7 @@ def hold(*parts: tuple[dict[Any, Any] | list[Any], Sequence[Any]]) -> None:
     distinct = {id(a): a for a in leaves}  # the same array twice is one array behind it, too
     if not distinct:
         return
-    behind = dict(zip(distinct, lax.optimization_barrier(list(distinct.values())), strict=True))
+    behind = dict(zip(distinct, compat.barrier(list(distinct.values())), strict=True))
     values = jax.tree.unflatten(tree, [behind[id(a)] for a in leaves])
     for (container, keys), new in zip(parts, values, strict=True):
         for key, value in zip(keys, new, strict=True):
