@@ -209,7 +209,7 @@ class UpdatedLayers(Layers):
         result = {}
         for v, own in zip(self.leaves, carried[1], strict=True):
             # Behind a barrier: read again after its update, the stack would have to be copied.
-            parameter = compat.barrier(take(own[0], i))
+            (parameter,) = compat.barrier([take(own[0], i)])
             result[v] = self._operand(v)(parameter)
         return result
 
@@ -230,7 +230,9 @@ class UpdatedLayers(Layers):
         program, env, new = self.program, self.ledger.env, []
         for (v, leaf), held in zip(self.leaves.items(), own, strict=True):
             # Behind a barrier, as in `read`.
-            old, g = compat.barrier((self._old(leaf, held, i), found[v]))
+            old = self._old(leaf, held, i)
+            *values, g = compat.barrier([*old.values(), found[v]])
+            old = dict(zip(old, values, strict=True))
             if self.fused[v].parameters != (v,):
                 (g,) = jax.vjp(self._operand(v), old[leaf])[1](g)
             if not self.ledger.norms:
