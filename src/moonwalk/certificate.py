@@ -7,8 +7,10 @@ a factor of about 5 of the error of the whole array (docs/numerics.md §8).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -31,20 +33,23 @@ class Certificate(NamedTuple):
 
 
 def sample(h: Array) -> Array:
-    """At most 64 entries, spread over the array, as one strided slice."""
+    """64 entries or fewer, spread over the array, as one strided slice; at least one per device."""
     if not h.size:
-        return h.reshape(-1)
-    counts = _counts(h.shape)
+        return h
+    counts = _counts(h.shape, compat.shards(jax.typeof(h)))
     strides = [max(1, n // c) for n, c in zip(h.shape, counts, strict=True)]
     starts = [(n - 1 - s * (c - 1)) // 2 for n, s, c in zip(h.shape, strides, counts, strict=True)]
     limits = [a + s * (c - 1) + 1 for a, s, c in zip(starts, strides, counts, strict=True)]
-    return lax.slice(h, starts, limits, strides).reshape(-1)
+    return lax.slice(h, starts, limits, strides)
 
 
-def _counts(shape: tuple[int, ...]) -> list[int]:
-    """How many entries to take along each axis: as even as the sizes allow, 64 in all."""
-    counts = [1] * len(shape)
-    total = 1
+def _counts(shape: tuple[int, ...], shards: tuple[int, ...]) -> list[int]:
+    """How many entries to take along each axis: as even as the sizes allow, 64 in all.
+
+    Where an axis is divided among devices, each gives the same number.
+    """
+    counts = list(shards)
+    total = math.prod(counts)
     while True:
         able = [a for a, n in enumerate(shape) if 2 * counts[a] <= n]
         if total * 2 > SAMPLES or not able:

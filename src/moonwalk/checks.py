@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,8 +28,26 @@ def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
             if bad.any():
                 raise alarm.error(alarm.message + _where(bad) + alarm.place)
         elif check:
-            values = eqx.error_if(values, jnp.any(alarm.bad), alarm.message + alarm.place)
+            values = raise_when_run(values, jnp.any(alarm.bad), alarm.message + alarm.place)
     return values
+
+
+def raise_when_run(values: Any, bad: Any, message: str) -> Any:
+    """`values`, which under a trace cannot be had without an error if `bad` is true on any device.
+
+    The error hangs on one number: on many devices `equinox.error_if` of the values themselves would
+    have to make arrays that are sharded, or vary, like them.
+    """
+    if left := compat.outer_axes():
+        raise ValueError(
+            "an error at run time needs a callback, which JAX does not have inside jax.shard_map over "
+            f"only some axes of a mesh (here {', '.join(map(repr, left))} left out); pass "
+            "Moonwalk(on_inexact='nan' or 'ignore') to value_and_grad, leave check=True out of vijp, or "
+            "name all axes in jax.shard_map(..., axis_names=...)"
+        )
+    bad = compat.largest_anywhere(jnp.asarray(bad, jnp.float32)) > 0
+    fine = eqx.error_if(jnp.ones((), jnp.float32), bad, message) > 0
+    return jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan).astype(a.dtype), values)
 
 
 def _where(bad: np.ndarray) -> str:

@@ -7,10 +7,12 @@ JAX 0.11 merged `Jaxpr` with `ClosedJaxpr` and changed `scan`'s parameters; Pyth
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -37,7 +39,8 @@ def refuse_unsupported_jax(version: str) -> None:
 refuse_unsupported_jax(jax.__version__)
 
 import jax.extend.source_info_util as _source  # noqa: E402  (after the version check)
-from jax.core import Tracer  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.core import ShapedArray, Tracer  # noqa: E402
 from jax.extend.core import Literal, Primitive  # noqa: E402
 from jax.extend.core.primitives import (  # noqa: E402
     add_jaxvals_p,
@@ -49,6 +52,23 @@ from jax.extend.core.primitives import (  # noqa: E402
     remat_p,
 )
 from jax.interpreters import ad, batching, mlir  # noqa: E402
+
+
+def _internal(module: str, name: str) -> Any:
+    """What JAX has not made public, or None where a version keeps it elsewhere."""
+    return getattr(importlib.import_module(f"jax._src.{module}"), name, None)
+
+
+# Inside `jax.shard_map`: from "the same on all devices" to "may differ along an axis". The values stay,
+# but the pullback is a sum over devices.
+pvary_p = _internal("core", "pvary_p")
+
+# Primitives that say where an array lies, and change nothing else. JAX puts the second into derivatives
+# of broadcasts wherever there is a mesh.
+PLACING: frozenset[Any] = frozenset({lax.sharding_constraint_p, _internal("pjit", "reshard_p")} - {None})
+
+# Those that hand on the values that they read, whatever their derivative is.
+SAME_VALUES: frozenset[Any] = PLACING | ({pvary_p} - {None})
 
 if TYPE_CHECKING:
 
@@ -70,6 +90,8 @@ else:
 
 __all__ = [
     "CALLS",
+    "PLACING",
+    "SAME_VALUES",
     "JaxprEqn",
     "Literal",
     "Primitive",
@@ -77,16 +99,22 @@ __all__ = [
     "Tracer",
     "ad",
     "add_jaxvals_p",
+    "barrier",
     "batching",
     "bind",
+    "bind_now",
     "called_jaxpr",
     "concrete",
     "custom_jvp_call_p",
     "custom_vjp_call_p",
+    "evaluated_now",
+    "explicit_sharding",
     "full",
+    "gathered",
     "has_effects",
     "is_concrete",
     "label",
+    "largest_anywhere",
     "levels_to_user",
     "literal",
     "mlir",
@@ -94,11 +122,15 @@ __all__ = [
     "not_mapped",
     "open_jaxpr",
     "origin",
+    "outer_axes",
     "scan_counts",
     "sharded_axes",
+    "shards",
     "source_context",
     "source_line",
     "struct",
+    "type_name",
+    "varying_zero",
     "working_dtype",
 ]
 
@@ -284,9 +316,82 @@ def sharded_axes(aval: Any) -> tuple[int, ...]:
     return () if sharding is None else tuple(i for i, s in enumerate(sharding.spec) if s is not None)
 
 
+def shards(aval: Any) -> tuple[int, ...]:
+    """Along each axis, into how many parts a mesh with Explicit axes divides it."""
+    sharding = _explicit_sharding(aval)
+    if sharding is None:
+        return (1,) * aval.ndim
+    names = [() if s is None else s if isinstance(s, tuple) else (s,) for s in sharding.spec]
+    return tuple(math.prod(sharding.mesh.shape[n] for n in axis) for axis in names)
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """For `out_sharding=`: where arrays of this type lie on a mesh with Explicit axes, else None."""
+    sharding = _explicit_sharding(aval)
+    explicit = jax.sharding.AxisType.Explicit
+    return sharding if sharding is not None and explicit in sharding.mesh.axis_types else None
+
+
+def gathered(array: Any) -> Any:
+    """The array, whole on every device, where a mesh with Explicit axes divides it.
+
+    For what JAX does not do across devices: factorisations, triangular solves, diagonals.
+    """
+    if not sharded_axes(jax.typeof(array)):
+        return array
+    return jax.sharding.reshard(array, jax.sharding.PartitionSpec())
+
+
+def type_name(aval: Any) -> str:
+    """'f32[8,3]': the same on one device and on many."""
+    return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+
+
 def full(aval: Any, value: float) -> Any:
     """An array of one value, of an aval's type."""
-    return jax.numpy.full(aval.shape, value, aval.dtype, device=_explicit_sharding(aval))
+    array = jax.numpy.full(aval.shape, value, aval.dtype, device=_explicit_sharding(aval))
+    return varying_over(array, _varying_axes(aval))
+
+
+def _varying_axes(aval: Any) -> frozenset[str]:
+    """Inside `jax.shard_map`: the axes along which devices hold different values of this type."""
+    return aval.manual_axis_type.varying
+
+
+def varying_over(array: Any, axes: Iterable[str]) -> Any:
+    """The array as one that may differ along these axes of a mesh (a type, no work)."""
+    missing = frozenset(axes) - _varying_axes(jax.typeof(array))
+    return lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+
+def varying_zero(like: Any, dtype: Any) -> Any:
+    """A zero that may differ wherever one of these arrays does: the start of a loop over them."""
+    axes = (_varying_axes(jax.typeof(a)) for a in jax.tree.leaves(like))
+    return varying_over(jax.numpy.zeros((), dtype), frozenset().union(*axes))
+
+
+def largest_anywhere(array: Any) -> Any:
+    """The largest of each entry over the devices on which it may differ."""
+    axes = tuple(sorted(_varying_axes(jax.typeof(array))))
+    return lax.pmax(array, axes) if axes else array
+
+
+def barrier(arrays: Sequence[Any]) -> list[Any]:
+    """`lax.optimization_barrier`, behind which arrays have the types that they had before.
+
+    Inside `jax.shard_map` JAX 0.10 makes all of them vary if one does; there, each kind has its own.
+    """
+    behind = list(lax.optimization_barrier(list(arrays)))
+    if all(jax.typeof(a) == jax.typeof(b) for a, b in zip(arrays, behind, strict=True)):
+        return behind
+    kinds: dict[Any, list[int]] = {}
+    for i, a in enumerate(arrays):
+        kinds.setdefault(_varying_axes(jax.typeof(a)), []).append(i)
+    for places in kinds.values():
+        held = lax.optimization_barrier([arrays[i] for i in places])
+        for i, a in zip(places, held, strict=True):
+            behind[i] = a
+    return behind
 
 
 def working_dtype(dtype: Any) -> Any:
@@ -296,7 +401,34 @@ def working_dtype(dtype: Any) -> Any:
 
 def struct(aval: Any) -> jax.ShapeDtypeStruct:
     """An aval's type without a value."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_explicit_sharding(aval))
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=_explicit_sharding(aval), manual_axis_type=aval.manual_axis_type
+    )
+
+
+def outer_axes() -> tuple[str, ...]:
+    """Inside `jax.shard_map` over some axes of a mesh: the others, which are left to JAX."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes) if mesh.manual_axes else ()
+
+
+@contextlib.contextmanager
+def evaluated_now() -> Iterator[None]:
+    """What is computed inside has values at once, whatever is being traced, and belongs to no mesh.
+
+    `jax.ensure_compile_time_eval` does not leave a `jax.shard_map` that runs eagerly.
+    """
+    leave_trace = _internal("core", "eval_context") or contextlib.nullcontext
+    no_mesh = jax.sharding.AbstractMesh((), ())
+    with jax.ensure_compile_time_eval(), leave_trace(), jax.sharding.use_abstract_mesh(no_mesh):
+        yield
+
+
+def bind_now(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation on numbers at hand, apart from the mesh that it was traced under."""
+    params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def is_concrete(*arrays: Any) -> bool:

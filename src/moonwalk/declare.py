@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -183,7 +182,7 @@ def allowed_defect(dtype: Any, size: int, structure: str) -> float:
 def _check_concrete(values: np.ndarray, structure: str) -> None:
     dtype = values.dtype
     values = np.asarray(values, np.promote_types(np.float32, dtype) if dtype.itemsize > 2 else "f4")
-    with jax.ensure_compile_time_eval():
+    with compat.evaluated_now():
         readings = [np.asarray(d) for d in _readings(values, structure)]
     limit = allowed_defect(dtype, max(values.shape), structure)
     worst = min(float(np.max(d)) for d in readings)
@@ -316,8 +315,8 @@ _PASSAGE = {
     lax.copy_p: _same,
     lax.stop_gradient_p: _same,
     lax.optimization_barrier_p: _same,
-    lax.sharding_constraint_p: _same,
     compat.name_p: _same,
+    **dict.fromkeys(compat.SAME_VALUES, _same),
     lax.convert_element_type_p: _cast,
     lax.transpose_p: _transpose,
     lax.squeeze_p: _squeeze,

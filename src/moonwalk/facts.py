@@ -27,6 +27,7 @@ def propagate_names(eqns: Iterable[JaxprEqn], names: Mapping[Any, str]) -> dict[
         lax.broadcast_in_dim_p,
         lax.squeeze_p,
         lax.copy_p,
+        *compat.SAME_VALUES,
     }
     names = dict(names)
     for eqn in eqns:
@@ -48,16 +49,24 @@ def fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict[
     """Integer values that are known while tracing: static indices and what is computed from them."""
     known = {v: np.asarray(c) for v, c in consts.items() if compat.is_concrete(c) and _foldable(c)}
     for eqn in eqns:
-        if (
+        if eqn.primitive in compat.SAME_VALUES:
+            value = _value(eqn.invars[0], known)
+            if value is not None and _foldable(eqn.outvars[0].aval):
+                known[eqn.outvars[0]] = value
+        elif (
             (eqn.primitive in POINTWISE or eqn.primitive in _FOLDED)
             and all(_foldable(v.aval) for v in eqn.outvars)
             and all(isinstance(v, Literal) or v in known for v in eqn.invars)
         ):
-            with jax.ensure_compile_time_eval():
+            with compat.evaluated_now():
                 inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
-                outputs = compat.bind(eqn, [jnp.asarray(a) for a in inputs])
+                outputs = compat.bind_now(eqn, [jnp.asarray(a) for a in inputs])
             known.update((v, np.asarray(o)) for v, o in zip(eqn.outvars, outputs, strict=True))
     return known
+
+
+def _value(atom: Any, known: Mapping[Any, np.ndarray]) -> np.ndarray | None:
+    return np.asarray(atom.val) if isinstance(atom, Literal) else known.get(atom)
 
 
 def _foldable(array: Any) -> bool:

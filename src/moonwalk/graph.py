@@ -98,7 +98,7 @@ class Block:
 
 def type_of(var: Any) -> str:
     """'f32[8,3]'."""
-    return var.aval.str_short(short_dtypes=True)
+    return compat.type_name(var.aval)
 
 
 def struct(var: Any) -> jax.ShapeDtypeStruct:

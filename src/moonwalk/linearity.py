@@ -36,9 +36,9 @@ _LINEAR = frozenset(
         lax.split_p,
         lax.dynamic_slice_p,
         lax.gather_p,
-        lax.sharding_constraint_p,
         lax.div_p,
         compat.name_p,
+        *compat.SAME_VALUES,
         *(getattr(lax, n) for n in ("unstack_p", "tile_p") if hasattr(lax, n)),
     }
 )

@@ -67,9 +67,10 @@ def unpack(packed: Any, aval: Any) -> Any:
 
 
 def _packed_axis(aval: Any) -> int | None:
-    """The axis along which eight neighbours share a byte: the last that eight divides, on one device."""
-    whole = [a for a in range(aval.ndim) if a not in compat.sharded_axes(aval)]
-    return next((a for a in reversed(whole) if aval.shape[a] and aval.shape[a] % 8 == 0), None)
+    """The axis along which eight neighbours share a byte: the last that eight divides on each device."""
+    shards = compat.shards(aval)
+    whole = [a for a, n in enumerate(aval.shape) if n and n % (8 * shards[a]) == 0]
+    return whole[-1] if whole else None
 
 
 # --- residuals --------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Elementwise(Rule):
         return derivative_program(block) is not None
 
     def verdict(self, block: Block) -> Verdict:
-        probe = _probe(_checked(block))
+        probe = _probe(_checked(block), _known_numbers(block))
         if probe.vanishing > 0.05:
             share = "everywhere" if probe.vanishing > 0.999 else "on part of its range"
             return Verdict(
@@ -103,8 +103,10 @@ class Elementwise(Rule):
         return tuple(a.astype(v.aval.dtype) for a, v in zip(solved, block.outputs, strict=True))
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        values = None if operands is None else [np.asarray(o, np.float64) for o in operands]
-        return Gain(_probe(_checked(block), values).gain, mixes=False)
+        if operands is None:
+            return Gain(_probe(_checked(block), _known_numbers(block)).gain, mixes=False)
+        values = [np.asarray(o, np.float64) for o in operands]
+        return Gain(_evaluate_probe(_checked(block), values).gain, mixes=False)
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
@@ -225,7 +227,7 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
         if not touched:
             continue
         same_shape = all(v.aval.shape == shape for v in (*touched, *eqn.outvars))
-        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p) or (
+        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p, *compat.PLACING) or (
             eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
         )
         if not same_shape or not (
@@ -402,26 +404,32 @@ class Probe(NamedTuple):
 _probes: dict[Any, Probe] = {}
 
 
-def _probe(program: Program, operands: Sequence[np.ndarray] | None = None) -> Probe:
+def _known_numbers(block: Block) -> list[np.ndarray | None]:
+    """Of each operand its value, where it is one number that is known while tracing."""
+    known = [block.constants.get(v) for v in block.operands]
+    return [a if a is not None and a.size == 1 else None for a in known]
+
+
+def _probe(program: Program, numbers: Sequence[np.ndarray | None]) -> Probe:
     """Evaluate the derivative at one number per entry; memoised on the program's text."""
-    if operands is not None:
-        return _evaluate_probe(program, operands)
-    key = (str(program.jaxpr), program.states, program.seeds, program.backward)
     if program.consts:
-        return _evaluate_probe(program, None)
+        return _evaluate_probe(program, numbers)
+    values = tuple(None if a is None else a.item() for a in numbers)
+    key = (str(program.jaxpr), program.states, program.seeds, program.backward, values)
     if key not in _probes:
-        _probes[key] = _evaluate_probe(program, None)
+        _probes[key] = _evaluate_probe(program, numbers)
     return _probes[key]
 
 
-def _evaluate_probe(program: Program, operands: Sequence[np.ndarray] | None) -> Probe:
+def _evaluate_probe(program: Program, operands: Sequence[np.ndarray | None]) -> Probe:
+    """`operands`: their values, None where those are not known."""
     invars = program.jaxpr.invars
     rng = np.random.default_rng(0)
     x = [_inputs(v.aval.dtype, rng) for v in invars[: program.states]]
-    if operands is None:
-        others = [_samples(v.aval, rng) for v in invars[program.states + program.seeds :]]
-    else:
-        others = [_drawn(o, rng) for o in operands]
+    others = [
+        _samples(v.aval, rng) if o is None else _drawn(o, rng)
+        for v, o in zip(invars[program.states + program.seeds :], operands, strict=True)
+    ]
     seeds = _seeds(program)
     columns = []
     for i in range(program.seeds):
@@ -483,6 +491,10 @@ def _drawn(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.choice(values.ravel(), _CORE + _WIDE)
 
 
+# What becomes one number per entry again if its input is one.
+_HANDING_ON = compat.SAME_VALUES | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
+
+
 def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[np.ndarray]:
     """Evaluate the program with one number in place of every array.
 
@@ -491,7 +503,7 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
     """
     jaxpr = program.jaxpr
     size = _CORE + _WIDE
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
+    with compat.evaluated_now(), jax.debug_nans(False):
         env: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, program.consts, strict=True):
             known = compat.concrete(const)
@@ -504,10 +516,9 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
 
         for eqn in _needed(jaxpr):
             if eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p:
-                env.update(
-                    zip(eqn.outvars, compat.bind(eqn, [read(v) for v in eqn.invars]), strict=True)
-                )
-            elif eqn.primitive in (lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p):
+                found = compat.bind_now(eqn, [read(v) for v in eqn.invars])
+                env.update(zip(eqn.outvars, found, strict=True))
+            elif eqn.primitive in _HANDING_ON:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
             else:
                 env.update((v, _samples(v.aval, rng)) for v in eqn.outvars)

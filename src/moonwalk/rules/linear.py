@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from .. import compat
 from ..compat import Literal
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
@@ -103,16 +104,20 @@ class Dense(Rule):
         free = [h0.shape[a] for a in layout.x_free]
         rows = lax.transpose(h0, (*layout.x_batch, *layout.x_free, *layout.x_in))
         features = math.prod(h0.shape[a] for a in layout.x_in)
-        rows = rows.reshape((*batch, math.prod(free), features)).astype(factors.inverse.dtype)
+        # Without a batch there is no need to merge the free axes, any of which may be sharded.
+        merged = (math.prod(free),) if batch else free
+        rows = rows.reshape((*batch, *merged, features)).astype(factors.inverse.dtype)
         precision = pivot.solve_precision(structure, block.eqn.params["precision"])
         if structure == "diagonal":
             factors = factors._replace(inverse=factors.inverse[..., None, :])
-        solved = pivot.apply(factors, structure, rows, precision)
         out = [layout.weight.aval.shape[a] for a in layout.w_out]
+        in_place = layout.state_first and not batch and len(out) == 1
+        sharding = compat.explicit_sharding(block.outputs[0].aval) if in_place else None
+        solved = pivot.apply(factors, structure, rows, precision, sharding)
         if layout.state_first:
             solved = solved.reshape((*batch, *free, *out))
         else:
-            solved = jnp.swapaxes(solved, -1, -2).reshape((*batch, *out, *free))
+            solved = jnp.moveaxis(solved, -1, len(batch)).reshape((*batch, *out, *free))
         return (solved.astype(block.outputs[0].aval.dtype),)
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:

@@ -43,12 +43,13 @@ def factorise(
 ) -> Factors:
     """The left inverse of a pivot [in, out], out ≤ in, of a weight."""
     out = matrix.shape[-1]
+    part, matrix = matrix, compat.gathered(matrix)
     off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
     matrix = matrix.astype(compat.working_dtype(matrix.dtype))
     square = matrix[..., :out, :]
     eps = jnp.finfo(matrix.dtype).eps
     if structure == "orthogonal":
-        inverse = jnp.swapaxes(matrix, -1, -2)
+        inverse = jnp.swapaxes(part.astype(matrix.dtype), -1, -2)  # a product: it stays where it is
         diagonal = jnp.ones((*matrix.shape[:-2], out), matrix.dtype)
     elif structure == "diagonal":
         inverse = diagonal = jnp.diagonal(square, axis1=-2, axis2=-1)
@@ -66,12 +67,19 @@ def factorise(
     return Factors(inverse, ~(jnp.abs(diagonal) > 0), off, jnp.all(jnp.isfinite(weight)))
 
 
-def apply(factors: Factors, structure: str | None, h: Float[Array, "*batch in"], precision: Any) -> Any:
+def apply(
+    factors: Factors,
+    structure: str | None,
+    h: Float[Array, "*batch in"],
+    precision: Any,
+    out_sharding: Any = None,
+) -> Any:
     """h' [..., out] from the rows h [..., in] of the cotangent that the pivot touches."""
     if structure == "diagonal":
         return h[..., : factors.inverse.shape[-1]] / factors.inverse
     columns = factors.inverse.shape[-1]
-    return jnp.matmul(h[..., :columns], jnp.swapaxes(factors.inverse, -1, -2), precision=precision)
+    inverse = jnp.swapaxes(factors.inverse, -1, -2)
+    return jnp.matmul(h[..., :columns], inverse, precision=precision, out_sharding=out_sharding)
 
 
 def solve_precision(structure: str | None, ambient: Any) -> Any:

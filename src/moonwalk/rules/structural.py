@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -66,7 +65,7 @@ def _repeated(eqn: JaxprEqn) -> bool:
     lax.dynamic_slice_p,
     lax.device_put_p,
     lax.optimization_barrier_p,
-    lax.sharding_constraint_p,
+    *compat.PLACING,
     *(getattr(lax, name) for name in ("unstack_p",) if hasattr(lax, name)),
 )
 class Rearrangement(Selection):
@@ -257,7 +256,7 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
     n, _ = block.sizes
     if n > _LOOK_LIMIT:
         return Verdict(None, f"{n} entries are too many to look through its indices", _KEEP)
-    with jax.ensure_compile_time_eval():
+    with compat.evaluated_now():
         first, numbers = 0, []
         for v in block.inputs:
             numbers.append(jnp.arange(first, first + v.aval.size).reshape(v.aval.shape))
@@ -270,7 +269,7 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             if eqn.primitive is lax.gather_p:  # out-of-bounds entries: a number that none has
                 eqn = eqn.replace(params={**eqn.params, "fill_value": -1})
-            env.update(zip(eqn.outvars, compat.bind(eqn, inputs), strict=True))
+            env.update(zip(eqn.outvars, compat.bind_now(eqn, inputs), strict=True))
         taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])
     if (taken < 0).any():
         return Verdict(False, "some indices are out of bounds: nothing is selected there", _KEEP)
