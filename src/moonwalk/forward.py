@@ -12,6 +12,7 @@ error that would grow past the tolerance have no way out, and are refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from .engine import Engine, Staging
 from .errors import NotSubmersiveError
 from .ledger import Ledger
 from .methods import PureForward
-from .planning import Choice
+from .planning import Choice, state_dtype
 from .plans import Plan
 from .registry import Gain
 from .residuals import nbytes
@@ -60,8 +61,27 @@ def plan(
     engine.heed_weights(choice, made.book)
     described = made.describe(choice, method, signature)
     rows = tuple(replace(r, bytes=0) for r in described.rows)  # nothing is kept from phase to phase
-    described = replace(described, rows=rows, checked=True)
+    tolerance = described.tolerance
+    if method.tolerance is None:
+        tolerance = max(tolerance, _rounding(made.cut, parts.walk))
+    described = replace(described, rows=rows, tolerance=tolerance, checked=True)
     return ForwardEngine(staging, made.cut, parts, method), described
+
+
+def _rounding(cut: Trunk, walk: Walk) -> float:
+    """How far <h, v> and dJ[v] may differ where nothing is lost: both are rounded block by block.
+
+    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block.
+    """
+
+    def blocks(walk: Walk) -> int:
+        return sum(
+            s.length * blocks(s.walk) if isinstance(s, ScanStep) else 1
+            for s in walk.steps
+            if s.source == "vijp"
+        )
+
+    return float(jnp.finfo(state_dtype(cut)).eps) * math.sqrt(2 * blocks(walk))
 
 
 class Parts(NamedTuple):

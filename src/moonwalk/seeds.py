@@ -39,7 +39,7 @@ def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
 
     flat = _in_chunks(derivative, total, chunk)
     parts = jnp.split(flat[:total], np.cumsum(sizes)[:-1])
-    return [p.reshape(a.shape).astype(a.dtype) for p, a in zip(parts, x, strict=True)]
+    return [p.reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
 def by_features(
@@ -70,9 +70,7 @@ def by_features(
 
     flat = _in_chunks(derivative, total, chunk)[:total]
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
-    return [
-        jnp.moveaxis(p, 0, -1).reshape(a.shape).astype(a.dtype) for p, a in zip(parts, x, strict=True)
-    ]
+    return [jnp.moveaxis(p, 0, -1).reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
 def _jvp(fun: Tail, x: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
