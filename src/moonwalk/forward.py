@@ -12,6 +12,7 @@ error that would grow past the tolerance have no way out, and are refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from .engine import Engine, Staging
 from .errors import NotSubmersiveError
 from .ledger import Ledger
 from .methods import PureForward
-from .planning import Choice
+from .planning import Choice, state_dtype
 from .plans import Plan
 from .registry import Gain
 from .residuals import nbytes
@@ -61,8 +62,27 @@ def plan(
     engine.heed_weights(choice, made.book)
     described = made.describe(choice, method, signature)
     rows = tuple(replace(r, bytes=0) for r in described.rows)  # nothing is kept from phase to phase
-    described = replace(described, rows=rows, checked=True)
+    tolerance = described.tolerance
+    if method.tolerance is None:
+        tolerance = max(tolerance, _rounding(made.cut, parts.walk))
+    described = replace(described, rows=rows, tolerance=tolerance, checked=True, jvps=parts.jvps)
     return ForwardEngine(staging, made.cut, parts, method), described
+
+
+def _rounding(cut: Trunk, walk: Walk) -> float:
+    """How far <h, v> and dJ[v] may differ where nothing is lost: both are rounded block by block.
+
+    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block.
+    """
+
+    def blocks(walk: Walk) -> int:
+        return sum(
+            s.length * blocks(s.walk) if isinstance(s, ScanStep) else 1
+            for s in walk.steps
+            if s.source == "vijp"
+        )
+
+    return float(jnp.finfo(state_dtype(cut)).eps) * math.sqrt(2 * blocks(walk))
 
 
 class Parts(NamedTuple):
@@ -72,6 +92,7 @@ class Parts(NamedTuple):
     walk: Walk
     head: Plain | None
     seeds: list[Seed]
+    jvps: int
 
     @property
     def segments(self) -> list[Any]:
@@ -99,7 +120,7 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
         stop = layers[-1] if layers and not cut.nodes[layers[-1]].is_scan else n
         whole, bad = walk_over(0, stop)
     start = max(bad, default=-1) + 1
-    if any(s.node.weights and not s.is_stem for s in whole.steps[:start]):
+    if any(s.node.weights and (not s.is_stem or s.node.is_scan) for s in whole.steps[:start]):
         _refuse(whole.steps[max(bad)], bad[max(bad)])
     walk, _ = walk_over(start, stop)
     for step in walk.steps:
@@ -115,12 +136,12 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
                 "PureForward(per_example=True): the examples must lie along axis 0 of every state that "
                 f"the sweep starts from, but these are {shapes}; leave per_example out"
             )
-        count //= next(iter(examples))[0]
+        count //= max(1, next(iter(examples))[0])
     stem = Plain(cut, 0, start) if start else None
     head = Plain(cut, stop, n) if stop < n else None
     state = max(live_bytes(cut), default=0)
     transient = state * 2 * (min(method.chunk, count) + 1) + nbytes(*(s.variable.aval for s in found))
-    parts = Parts(stem, walk, head, found)
+    parts = Parts(stem, walk, head, found, count)
     return Choice(parts.segments, 0, transient), parts
 
 
@@ -139,11 +160,17 @@ def _obstacle(step: Step) -> str | None:
             return "its outputs' cotangents, or its layers' own stems, need a reverse pass"
         for inner in step.walk.steps:
             why = _obstacle(inner)
+            if isinstance(inner, ScanStep) and inner.seeded and inner.source != "none":
+                why = "it starts from data in every layer, and that cotangent needs a reverse pass"
             if why is not None:
                 return f"in its body, {inner.node.describe()}: {why}"
         return None
+    if step.is_stem and step.node.is_scan:
+        return "a scan that reads no state is differentiated as a whole, which keeps every layer"
     if step.is_stem or step.node.is_aside:
         return None
+    if step.node.calls_once:
+        return "something inside it calls back to the host, which must happen once"
     if not step.block.inputs and step.source == "anchor":
         return "it starts a way of its own, whose cotangent would be kept in a reverse pass"
     return step.reason if step.source in ("anchor", "given") else None
@@ -194,7 +221,7 @@ class ForwardEngine(Engine):
         method: PureForward,
     ):
         super().__init__(staging, cut, parts.segments)
-        self.stem, self.walk, self.head, self.seeds = parts
+        self.stem, self.walk, self.head, self.seeds, _ = parts
         self.method = method
 
     def phases(
@@ -277,6 +304,8 @@ class ForwardEngine(Engine):
             if node.is_stem:
                 _run(node, env, env, silent=True)
         values = [env[s.variable] for s in self.seeds]
+        if not any(a.size for a in values):
+            return [jnp.zeros_like(a) for a in values]
         nodes = range(self.walk.start, len(self.cut.nodes))
         loss = self.cut.outputs[0]
         if not self.method.per_example:
@@ -290,7 +319,8 @@ class ForwardEngine(Engine):
                 sums.outer, {**env, **dict(zip(sums.results, made, strict=True))}, [loss]
             )
 
-        return seeds.by_features(tail, outer, values, self.method.chunk)
+        shapes = [v.aval.shape for v in sums.results]
+        return seeds.by_features(tail, outer, shapes, values, self.method.chunk)
 
     def _sums(self, loss: Any, examples: int) -> seeds.Sums:
         eqns = [e for n in self.cut.nodes[self.walk.start :] for e in n.block.eqns]
@@ -337,8 +367,8 @@ class ForwardEngine(Engine):
 def _run(node: Node, env: Env, reads: Env, *, silent: bool = False) -> None:
     """Run a node, reading from `reads` and writing to `env`. `silent`: nothing prints or calls back."""
     block = node.block
-    if silent and node.is_silent:
-        return
+    if silent and node.effects:
+        block = replace(block, eqns=tuple(compat.silenced(block.eqns)))
     made = (*block.outputs, *block.exports)
     values = block.values(
         made, [reads[v] for v in block.inputs], [graph.read(reads, v) for v in block.operands]

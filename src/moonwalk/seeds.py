@@ -39,13 +39,18 @@ def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
 
     flat = _in_chunks(derivative, total, chunk)
     parts = jnp.split(flat[:total], np.cumsum(sizes)[:-1])
-    return [p.reshape(a.shape).astype(a.dtype) for p, a in zip(parts, x, strict=True)]
+    return [p.reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
-def by_features(tail: Tail, outer: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
-    """∂J/∂x where J = outer(Σ_b of each of the tail's results), and examples lie along axis 0."""
+def by_features(
+    tail: Tail, outer: Tail, shapes: Sequence[tuple[int, ...]], x: Sequence[Any], chunk: int
+) -> list[Any]:
+    """∂J/∂x where J = outer(Σ_b of each of the tail's results), and examples lie along axis 0.
+
+    `shapes`: of the sums, which have one entry.
+    """
     examples = x[0].shape[0]
-    sums = [jnp.sum(r) for r in tail(*x)]
+    sums = [jnp.sum(r).reshape(s) for r, s in zip(tail(*x), shapes, strict=True)]
     slopes = [
         _jvp(
             outer, sums, [jnp.ones_like(s) if i == k else jnp.zeros_like(s) for i, s in enumerate(sums)]
@@ -65,9 +70,7 @@ def by_features(tail: Tail, outer: Tail, x: Sequence[Any], chunk: int) -> list[A
 
     flat = _in_chunks(derivative, total, chunk)[:total]
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
-    return [
-        jnp.moveaxis(p, 0, -1).reshape(a.shape).astype(a.dtype) for p, a in zip(parts, x, strict=True)
-    ]
+    return [jnp.moveaxis(p, 0, -1).reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
 def _jvp(fun: Tail, x: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
