@@ -35,11 +35,12 @@ def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
     total = sum(sizes)
 
     def derivative(k: Any) -> Any:
-        return _jvp(tail, x, _unit(x, sizes, k))[0]
+        return _jvp(tail, x, _unit(x, [a.shape for a in x], k))[0]
 
     flat = _in_chunks(derivative, total, chunk)
     parts = jnp.split(flat[:total], np.cumsum(sizes)[:-1])
-    return [p.reshape(a.shape) for p, a in zip(parts, x, strict=True)]
+    # Added to zeros, they are sharded like x.
+    return [jnp.zeros_like(a) + p.reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
 def by_features(
@@ -61,9 +62,7 @@ def by_features(
     total = sum(sizes)
 
     def derivative(k: Any) -> Any:
-        units = _unit([a[0] for a in x], sizes, k)
-        moved = [jnp.broadcast_to(u, a.shape) for u, a in zip(units, x, strict=True)]
-        tangents = _jvp(tail, x, moved)
+        tangents = _jvp(tail, x, _unit(x, [a.shape[1:] for a in x], k))
         return sum(
             s * jnp.sum(d.reshape(examples, -1), 1) for (s,), d in zip(slopes, tangents, strict=True)
         )
@@ -77,13 +76,14 @@ def _jvp(fun: Tail, x: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     return list(jax.jvp(lambda *a: list(fun(*a)), tuple(x), tuple(tangents))[1])
 
 
-def _unit(x: Sequence[Any], sizes: Sequence[int], k: Any) -> list[Any]:
-    """The k-th basis vector of all arrays together; beyond the last it is zero."""
+def _unit(x: Sequence[Any], shapes: Sequence[tuple[int, ...]], k: Any) -> list[Any]:
+    """The k-th basis vector of arrays of these shapes together (beyond the last: zero), typed like x."""
     result, first = [], 0
-    for a, size in zip(x, sizes, strict=True):
+    for a, shape in zip(x, shapes, strict=True):
+        size = math.prod(shape)
         place = jnp.where((k >= first) & (k < first + size), k - first, size)
         entries = lax.broadcasted_iota(place.dtype, (size,), 0) == place
-        result.append(entries.reshape(a.shape).astype(a.dtype))
+        result.append(jnp.zeros_like(a) + entries.reshape(shape).astype(a.dtype))
         first += size
     return result
 
