@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from . import compat, engine, graph, seeds, sources
+from .compat import Literal
 from .engine import Engine, Staging
 from .errors import NotSubmersiveError
 from .ledger import Ledger
@@ -223,6 +224,7 @@ class ForwardEngine(Engine):
         super().__init__(staging, cut, parts.segments)
         self.stem, self.walk, self.head, self.seeds, _ = parts
         self.method = method
+        self.sums = self._sums() if method.per_example and self.seeds else None
 
     def phases(
         self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
@@ -291,7 +293,7 @@ class ForwardEngine(Engine):
             for i in nodes:
                 node = self.cut.nodes[i]
                 if not (node.block.outputs and all(v in given for v in node.block.outputs)):
-                    _run(node, env, {**env, **own.get(i, {})}, silent=True)
+                    _run(node, env, {**env, **own.get(i, {})}, silent=True, also=wanted)
             return [graph.read(env, v) for v in wanted]
 
         return tail
@@ -307,27 +309,35 @@ class ForwardEngine(Engine):
         if not any(a.size for a in values):
             return [jnp.zeros_like(a) for a in values]
         nodes = range(self.walk.start, len(self.cut.nodes))
-        loss = self.cut.outputs[0]
-        if not self.method.per_example:
-            tail = self._tail(fixed, x, nodes, self.seeds, [loss])
+        sums = self.sums
+        if sums is None:
+            tail = self._tail(fixed, x, nodes, self.seeds, self.cut.outputs)
             return seeds.by_entries(tail, values, self.method.chunk)
-        sums = self._sums(loss, values[0].shape[0])
         tail = self._tail(fixed, x, nodes, self.seeds, sums.summands)
 
         def outer(*made: Any) -> list[Any]:
             return seeds.evaluate(
-                sums.outer, {**env, **dict(zip(sums.results, made, strict=True))}, [loss]
+                sums.outer, {**env, **dict(zip(sums.results, made, strict=True))}, [sums.loss]
             )
 
         shapes = [v.aval.shape for v in sums.results]
         return seeds.by_features(tail, outer, shapes, values, self.method.chunk)
 
-    def _sums(self, loss: Any, examples: int) -> seeds.Sums:
-        eqns = [e for n in self.cut.nodes[self.walk.start :] for e in n.block.eqns]
-        moved = [
-            v for n in self.cut.nodes[self.walk.start :] for v in (*n.block.inputs, *n.block.outputs)
-        ]
-        found = seeds.find_sums(eqns, loss, [*moved, *(s.variable for s in self.seeds)])
+    def _sums(self) -> seeds.Sums:
+        """The loss as sums over the examples, or ValueError."""
+        examples = self.seeds[0].variable.aval.shape[0]
+        nodes = self.cut.nodes[self.walk.start :]
+        source = {copy: n.block.inputs[0] for n in nodes if n.is_fork for copy in n.block.outputs}
+
+        def original(v: Any) -> Any:
+            while not isinstance(v, Literal) and v in source:
+                v = source[v]
+            return v
+
+        eqns = [e.replace(invars=[original(v) for v in e.invars]) for n in nodes for e in n.block.eqns]
+        moved = [original(v) for n in nodes for v in (*n.block.inputs, *n.block.outputs)]
+        moved += [s.variable for s in self.seeds]
+        found = seeds.find_sums(eqns, original(self.cut.outputs[0]), moved)
         if isinstance(found, str):
             reason = found
         else:
@@ -364,12 +374,16 @@ class ForwardEngine(Engine):
         return jnp.max(jax.lax.map(difference, keys)).astype(jnp.float32)
 
 
-def _run(node: Node, env: Env, reads: Env, *, silent: bool = False) -> None:
-    """Run a node, reading from `reads` and writing to `env`. `silent`: nothing prints or calls back."""
+def _run(node: Node, env: Env, reads: Env, *, silent: bool = False, also: Sequence[Any] = ()) -> None:
+    """Run a node, reading from `reads` and writing to `env`.
+
+    `silent`: nothing prints or calls back. `also`: variables that are wanted, though no node reads them.
+    """
     block = node.block
     if silent and node.effects:
         block = replace(block, eqns=tuple(compat.silenced(block.eqns)))
-    made = (*block.outputs, *block.exports)
+    inside = [v for e in block.eqns for v in e.outvars if any(v is a for a in also)]
+    made = tuple(dict.fromkeys((*block.outputs, *block.exports, *inside)))
     values = block.values(
         made, [reads[v] for v in block.inputs], [graph.read(reads, v) for v in block.operands]
     )

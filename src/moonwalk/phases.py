@@ -97,7 +97,13 @@ def walk_back_and_forth(
         if walk.end:
             hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data))
         factors = walk.prepare(fixed)
-        return walk.phase_three(fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out)
+        errors = walk.phase_three(
+            fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out
+        )
+    # What precedes waits for the sweep: nothing else would keep XLA from doing both side by side.
+    swept = [v for s in walk.steps[: walk.end] if s.source != "none" for v in s.node.weights]
+    hold((h, list(h)), *out.parts(swept))
+    return errors
 
 
 def _again(walk: Walk, fixed: Env, start: Env, h: Env) -> list[Any]:

@@ -99,6 +99,7 @@ def _in_chunks(derivative: Callable[[Any], Any], total: int, chunk: int) -> Any:
 class Sums(NamedTuple):
     """A loss as a function of sums: which arrays are summed, and what is made of the sums."""
 
+    loss: Any
     summands: list[Any]
     results: list[Any]  # the variables of the sums
     outer: list[JaxprEqn]
@@ -117,7 +118,11 @@ def find_sums(eqns: Sequence[JaxprEqn], loss: Any, seeds: Sequence[Any]) -> Sums
     while pending:
         v = pending.pop()
         e = producer.get(v)
-        if e is None or id(e) in seen:
+        if e is None:
+            return (
+                "the loss is made of the state that the sweep starts from, not of sums over the examples"
+            )
+        if id(e) in seen:
             continue
         seen.add(id(e))
         moving = [u for u in e.invars if not isinstance(u, Literal) and u in reached]
@@ -130,7 +135,7 @@ def find_sums(eqns: Sequence[JaxprEqn], loss: Any, seeds: Sequence[Any]) -> Sums
         else:
             return f"the loss is made of `{e.primitive.name}` of an array, not of sums over the examples"
     order = {id(e): i for i, e in enumerate(eqns)}
-    return Sums(summands, results, sorted(outer, key=lambda e: order[id(e)]))
+    return Sums(loss, summands, results, sorted(outer, key=lambda e: order[id(e)]))
 
 
 def evaluate(eqns: Sequence[JaxprEqn], env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
