@@ -42,6 +42,12 @@ REDUCTIONS: dict[Any, Any] = {
 }
 
 
+_LAYERED = (
+    "this leaf stacks the layers of a scan, whose gradients come layer by layer (keep the layers as "
+    "separate leaves, or exclude them from this transformation)"
+)
+
+
 class Program:
     """The traced update of an optimizer on given parameters."""
 
@@ -80,61 +86,67 @@ class Program:
             leaf[self.g[i]] = leaf[self.p[i]] = frozenset({i})
         nobody: frozenset[int] = frozenset()
         arrays = {v for v in self.s if v.aval.size > 1}  # and what depends on an array of the state
-        self.first: list[JaxprEqn] = []
-        self.middle: list[JaxprEqn] = []
-        self.late: set[Any] = set()  # known once the norms are
+        after: set[Any] = set()  # what depends on norms
+        self.late: set[Any] = set()  # of that, what belongs to no leaf: known once the norms are
         self.norms: dict[int, list[Any]] = {}
         self.eqns: list[JaxprEqn] = []
         self.maker = {v: e for e in eqns for v in e.outvars}
+        first, middle, free, common = [], [], [], []  # the last two: may move to the first two
         for e in eqns:
             reads = [v for v in e.invars if _is_var(v)]
             on = frozenset().union(*(leaf.get(v, nobody) for v in reads)) if reads else nobody
             numbers = all(v.aval.size == 1 for v in (*reads, *e.outvars))
+            waits = any(v in after for v in reads)
             if len(on) == 1 and on <= self.layered and _reduces_all(e):
-                (i,) = on
-                self.norms.setdefault(i, []).append(e.outvars[0])
+                self._wait_for(e.outvars[0], e, on, waits)
                 self.late.update(e.outvars)
-                self.eqns.append(e)
+                after.update(e.outvars)
                 on = nobody
-            elif numbers and (len(on) > 1 or any(v in self.late for v in reads)):
+            elif numbers and (len(on) > 1 or (waits and not any(v in after and leaf[v] for v in reads))):
                 for v in reads:
                     if leaf.get(v):
-                        (i,) = leaf[v]
-                        if v not in self.norms.setdefault(i, []):
-                            self.norms[i].append(v)
-                self.middle.append(e)
+                        self._wait_for(v, e, leaf[v], v in after)
+                middle.append(e)
+                common.append(e)
                 self.late.update(e.outvars)
+                after.update(e.outvars)
                 on = nobody
             elif len(on) > 1:
                 self._refuse(e, on, "it combines whole gradients")
-            elif (
-                not on
-                and not any(v in arrays or v in self.late for v in reads)
-                and (numbers or not _is_entrywise(e))
-            ):
-                self.first.append(e)
             else:
                 self.eqns.append(e)
+                if waits:
+                    after.update(e.outvars)
                 if any(v in arrays for v in reads):
                     arrays.update(e.outvars)
+                elif not on and not waits:
+                    free.append(e)
+                    if numbers or not _is_entrywise(e):
+                        first.append(e)
+                if not on:
+                    common.append(e)
             leaf.update((v, on) for v in e.outvars)
-        self.leaf_of = [
-            self._owner(v, leaf.get(v, nobody) if _is_var(v) else nobody) for v in self.outputs
-        ]
+        self.first = needed(free, _made(first))
+        known = _made(self.first)
+        self.eqns = [e for e in self.eqns if not known.issuperset(e.outvars)]
+        self.middle = [e for e in needed(common, _made(middle)) if not known.issuperset(e.outvars)]
+        owners = [leaf.get(v, nobody) if _is_var(v) else nobody for v in self.outputs]
+        self.leaf_of = [next(iter(on)) if on else None for on in owners]
         self.mine = {
             i: [k for k, owner in enumerate(self.leaf_of) if owner == i] for i in range(self.count)
         }
-        ends = [v for v in self.outputs if _is_var(v)]
-        wanted = {v for e in needed(eqns, ends) for v in e.invars if _is_var(v)} | set(ends)
-        self.norms = {i: [v for v in vs if v in wanted] for i, vs in self.norms.items()}
-        self.norms = {i: vs for i, vs in self.norms.items() if vs}
         for i in self.layered:
             self._check_layered(i)
 
-    def _owner(self, v: Any, on: frozenset[int]) -> int | None:
-        if not on and v in self.p:
-            return self.p.index(v)
-        return next(iter(on)) if on else None
+    def _wait_for(self, v: Any, e: JaxprEqn, on: frozenset[int], waits: bool) -> None:
+        """Others wait for a number, of one leaf's gradient, that an equation makes or reads."""
+        (i,) = on
+        if waits:
+            self._refuse(e, on, "it takes a norm of what another norm has made")
+        if i in self.layered and not _reduces_all(self.maker[v]):
+            self._refuse(e, on, _LAYERED)
+        if v not in self.norms.setdefault(i, []):
+            self.norms[i].append(v)
 
     @property
     def needs_norms(self) -> bool:
@@ -157,12 +169,7 @@ class Program:
         for e in self.slice_for(ends):
             alike = all(v.aval.shape == shape or v.aval.size == 1 for v in (*e.invars, *e.outvars))
             if not alike or not _is_entrywise(e):
-                self._refuse(
-                    e,
-                    [i],
-                    "this leaf stacks the layers of a scan, whose gradients come layer by layer (keep "
-                    "the layers as separate leaves, or exclude them from this transformation)",
-                )
+                self._refuse(e, [i], _LAYERED)
         for k in self.mine[i]:
             if self.outputs[k].aval.shape != shape:
                 e = self.maker[self.outputs[k]]
@@ -171,15 +178,7 @@ class Program:
     # -- running -----------------------------------------------------------------------------------
     def slice_for(self, ends: Sequence[Any]) -> list[JaxprEqn]:
         """Of the leaves' equations, those that some variables need."""
-        stop = self.late
-        wanted, found = {v for v in ends if _is_var(v)}, []
-        for e in reversed(self.eqns):
-            if any(v in wanted for v in e.outvars):
-                if all(v in stop for v in e.outvars) and not any(v in ends for v in e.outvars):
-                    continue  # a norm: known, or not wanted
-                found.append(e)
-                wanted.update(v for v in e.invars if _is_var(v))
-        return found[::-1]
+        return needed(self.eqns, [v for v in ends if _is_var(v)])
 
     def begin(self, params: Sequence[Any], state: Sequence[Any]) -> Env:
         """The environment of the first stage."""
@@ -273,6 +272,11 @@ def run_layer(eqns: Iterable[JaxprEqn], env: Env, shape: tuple[int, ...]) -> Non
             env[e.outvars[0]] = jnp.broadcast_to(value, shape[1:])
         else:
             inputs = [graph.read(env, v) for v in e.invars]
+            if e.outvars[0].aval.shape == shape:  # a single number has as many axes as the stack, or none
+                inputs = [
+                    a if v.aval.shape == shape else jnp.reshape(a, ())
+                    for v, a in zip(e.invars, inputs, strict=True)
+                ]
             env.update(zip(e.outvars, compat.bind(e, inputs), strict=True))
 
 
@@ -302,6 +306,10 @@ def _identity(reduction: Any, dtype: Any) -> Any:
     limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, np.floating) else jnp.iinfo(dtype)
     infinite = np.inf if jnp.issubdtype(dtype, np.floating) else limits.max
     return jnp.full((), -infinite if reduction is lax.reduce_max_p else infinite, dtype)
+
+
+def _made(eqns: Iterable[JaxprEqn]) -> set[Any]:
+    return {v for e in eqns for v in e.outvars}
 
 
 def _is_var(atom: Any) -> bool:

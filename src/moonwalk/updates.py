@@ -93,6 +93,7 @@ class Fusing:
             shape = v.aval.shape
             if (
                 alone
+                and v.aval.size > 1
                 and v in scan.weights_in_sweep
                 and v not in (*scan.weights_in_back, *others)
                 and part.parameters[0].aval.shape == shape
