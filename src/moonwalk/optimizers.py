@@ -272,7 +272,9 @@ def run_layer(eqns: Iterable[JaxprEqn], env: Env, shape: tuple[int, ...]) -> Non
             env[e.outvars[0]] = jnp.broadcast_to(value, shape[1:])
         else:
             inputs = [graph.read(env, v) for v in e.invars]
-            if e.outvars[0].aval.shape == shape:  # a single number has as many axes as the stack, or none
+            if (
+                e.outvars[0].aval.shape == shape
+            ):  # a single number has as many axes as the stack, or none
                 inputs = [
                     a if v.aval.shape == shape else jnp.reshape(a, ())
                     for v, a in zip(e.invars, inputs, strict=True)
