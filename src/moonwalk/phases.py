@@ -72,9 +72,16 @@ def reverse(
                 own = segment.back_and_forth(fixed, kept, h, out)
             else:
                 own = walk_back_and_forth(segment, fixed, kept, start, h, out)
+                if number:
+                    # What precedes waits for the sweep: XLA would do both side by side.
+                    hold((h, list(h)), *out.parts(_swept_weights(segment)))
             errors += own
             closures += own[-1:]
     return errors, closures
+
+
+def _swept_weights(walk: Walk) -> list[Any]:
+    return [v for s in walk.steps[: walk.end] for v in s.weights_in_sweep]
 
 
 def walk_back_and_forth(
@@ -100,9 +107,6 @@ def walk_back_and_forth(
         errors = walk.phase_three(
             fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out
         )
-    # What precedes waits for the sweep: nothing else would keep XLA from doing both side by side.
-    swept = [v for s in walk.steps[: walk.end] if s.source != "none" for v in s.node.weights]
-    hold((h, list(h)), *out.parts(swept))
     return errors
 
 
