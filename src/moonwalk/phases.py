@@ -69,6 +69,8 @@ def reverse(
                 own = walk_back_and_forth(segment, fixed, kept, start, h, out)
             errors += own
             closures += own[-1:]
+            # What precedes waits for the sweep: nothing else keeps XLA from doing both side by side.
+            hold((h, list(h)), *out.parts([v for s in segment.steps for v in s.node.weights]))
     return errors, closures
 
 
@@ -92,13 +94,7 @@ def walk_back_and_forth(
         if walk.end:
             hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data))
         factors = walk.prepare(fixed)
-        errors = walk.phase_three(
-            fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out
-        )
-    # What precedes waits for the sweep: nothing else would keep XLA from doing both side by side.
-    swept = [v for s in walk.steps[: walk.end] if s.source != "none" for v in s.node.weights]
-    hold((h, list(h)), *out.parts(swept))
-    return errors
+        return walk.phase_three(fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out)
 
 
 def _again(walk: Walk, fixed: Env, start: Env, h: Env) -> list[Any]:

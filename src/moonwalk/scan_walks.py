@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .ledger import Ledger
 from .residuals import nbytes
 from .scans import ScanStep, Sums
-from .walks import Env, Walk
+from .walks import Env, Walk, hold
 
 
 @dataclass(eq=False, repr=False)
@@ -67,7 +68,7 @@ class ScanWalk(Walk):
         again: bool = False,
     ) -> Any:
         """Forward: the carries at the starts of segments."""
-        del retain, keep, again
+        del keep, again
         step = self.scan
         operands, carry = step.operands_of(fixed, x)
         (segments, firsts), (short, first) = self._firsts()
@@ -82,13 +83,20 @@ class ScanWalk(Walk):
             rest = last
             last, rest_ys, _ = step.forward(operands, last, (first, short), keep=False)
         x.update(zip(step.eqn.outvars, (*last, *step.joined(ys, rest_ys)), strict=True))
-        return starts, rest
+        self._drop(x, 0, retain)
+        kept = {"starts": starts, "rest": rest}
+        hold((x, list(x)), (kept, list(kept)))
+        return kept
 
     def back_and_forth(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
         """Phases I, II and III, segment by segment."""
         step = self.scan
         operands, _ = step.operands_of(fixed, {})
-        starts, rest = kept
+        # The shorter segment stands outside the loop, and so does, to XLA, a loop that runs once: without
+        # barriers Phase I would be run again at once.
+        kept = dict(kept)
+        hold((h, list(h)), (kept, list(kept)))
+        starts, rest = kept["starts"], kept["rest"]
         h_last, h_ys = step.arriving(h)
         in_back = Sums(step, operands, step.inner_in_back)
         in_sweep = Sums(step, operands, step.inner_in_sweep, out, apart=step.weights_in_back)
@@ -112,6 +120,7 @@ class ScanWalk(Walk):
         carry = (h_last, in_back.start(), in_sweep.start(), jnp.zeros((), jnp.float32))
         if short:
             carry = segment(carry, (first, short), rest)
+            carry, starts = lax.optimization_barrier((carry, starts))
 
         def whole(carry: Any, inputs: Any) -> Any:
             first, start = inputs
