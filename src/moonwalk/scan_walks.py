@@ -92,8 +92,8 @@ class ScanWalk(Walk):
         """Phases I, II and III, segment by segment."""
         step = self.scan
         operands, _ = step.operands_of(fixed, {})
-        # The shorter segment stands outside the loop, and so does, to XLA, a loop that runs once: without
-        # barriers Phase I would be run again at once.
+        # Outside a loop, as the shorter segment is (and, to XLA, a loop that runs once), nothing but a
+        # barrier keeps Phase I from being run again at once.
         kept = dict(kept)
         hold((h, list(h)), (kept, list(kept)))
         starts, rest = kept["starts"], kept["rest"]
