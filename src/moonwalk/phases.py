@@ -72,16 +72,12 @@ def reverse(
                 own = segment.back_and_forth(fixed, kept, h, out)
             else:
                 own = walk_back_and_forth(segment, fixed, kept, start, h, out)
-                if number:
-                    # What precedes waits for the sweep: XLA would do both side by side.
-                    hold((h, list(h)), *out.parts(_swept_weights(segment)))
             errors += own
             closures += own[-1:]
+            if number:
+                # What precedes waits for the sweep: nothing else keeps XLA from doing both side by side.
+                hold((h, list(h)), *out.parts([v for s in segment.steps for v in s.node.weights]))
     return errors, closures
-
-
-def _swept_weights(walk: Walk) -> list[Any]:
-    return [v for s in walk.steps[: walk.end] for v in s.weights_in_sweep]
 
 
 def walk_back_and_forth(
@@ -104,10 +100,7 @@ def walk_back_and_forth(
         if walk.end:
             hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data))
         factors = walk.prepare(fixed)
-        errors = walk.phase_three(
-            fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out
-        )
-    return errors
+        return walk.phase_three(fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out)
 
 
 def _again(walk: Walk, fixed: Env, start: Env, h: Env) -> list[Any]:

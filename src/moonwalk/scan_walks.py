@@ -19,7 +19,7 @@ from . import compat
 from .ledger import Ledger
 from .residuals import nbytes
 from .scans import ScanStep, Sums
-from .walks import Env, Walk
+from .walks import Env, Walk, hold
 
 
 @dataclass(eq=False, repr=False)
@@ -68,7 +68,7 @@ class ScanWalk(Walk):
         again: bool = False,
     ) -> Any:
         """Forward: the carries at the starts of segments."""
-        del retain, keep
+        del keep
         step = self.scan
         operands, carry = step.operands_of(fixed, x)
         segments, short, start, rest_start = self._firsts()
@@ -84,13 +84,20 @@ class ScanWalk(Walk):
             rest = last
             last, rest_ys, _ = step.forward(operands, last, (rest_start, short), keep=False, again=again)
         x.update(zip(step.eqn.outvars, (*last, *step.joined(ys, rest_ys)), strict=True))
-        return starts, rest
+        self._drop(x, 0, retain)
+        kept = {"starts": starts, "rest": rest}
+        hold((x, list(x)), (kept, list(kept)))
+        return kept
 
     def back_and_forth(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
         """Phases I, II and III, segment by segment."""
         step = self.scan
         operands, _ = step.operands_of(fixed, {})
-        starts, rest = kept
+        # Outside a loop, as the shorter segment is (and, to XLA, a loop that runs once), nothing but a
+        # barrier keeps Phase I from being run again at once.
+        kept = dict(kept)
+        hold((h, list(h)), (kept, list(kept)))
+        starts, rest = kept["starts"], kept["rest"]
         h_last, h_ys = step.arriving(h)
         in_back = Sums(step, operands, step.inner_in_back)
         in_sweep = Sums(step, operands, step.inner_in_sweep, out, apart=step.weights_in_back)
@@ -115,6 +122,9 @@ class ScanWalk(Walk):
         carry = (h_last, in_back.start(), in_sweep.start(), worst)
         if short:
             carry = segment(carry, (rest_start, short), rest)
+            box = {"carry": carry, "starts": starts}
+            hold((box, list(box)))
+            carry, starts = box["carry"], box["starts"]
 
         def whole(carry: Any, number: Any, state: Any) -> Any:
             return segment(carry, (start + number * self.every, self.every), state), None
