@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,6 @@ def fused_update(
             f"method, but got {optimizer!r}"
         )
 
-    @functools.wraps(fun)
     def step(params: Any, opt_state: Any, *data: Any, **kwargs: Any) -> Any:
         call = Call("fused_update", fun, 0, has_aux, (params, *data), kwargs)
         value, aux, params, opt_state, found = call.measuring(
@@ -85,14 +83,17 @@ def _step(
     call: Call, optimizer: Any, params: Any, opt_state: Any, method: Method, certify: bool
 ) -> tuple[Any, Any, Any, Any, Certificate]:
     """(value, auxiliary data, new parameters, new state, certificate)."""
-    made, described, staged = call.plan(method, certify=certify, fused=True)
+    engine, described, staged = call.plan(method, certify=certify, fused=True)
     leaves, tree = [jnp.asarray(a) for a in call.leaves], jax.tree.structure(params)
-    update = Fused(made, optimizer, jax.tree.unflatten(tree, leaves), opt_state)
+    update = Fused(engine, optimizer, jax.tree.unflatten(tree, leaves), opt_state)
     out, new, found = update(leaves, (*call.others, *staged.staged.consts))
-    new_params, new_state = new[: len(leaves)], new[len(leaves) :]
     if described.checked:
         settings = method.method if isinstance(method, Plan) else method
-        new_params = gradient.heed(new_params, found, described, settings)
+        own = [k for k in update.program.owned if jnp.issubdtype(new[k].dtype, jnp.inexact)]
+        heeded = gradient.heed([new[k] for k in own], found, described, settings)
+        for k, a in zip(own, heeded, strict=True):
+            new[k] = a
+    new_params, new_state = new[: len(leaves)], new[len(leaves) :]
     state = jax.tree.unflatten(update.program.state_tree, new_state)
     return *call.results(out), jax.tree.unflatten(tree, new_params), state, found
 

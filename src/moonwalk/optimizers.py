@@ -64,20 +64,44 @@ class Program:
             grads, params = (jax.tree.unflatten(self.tree, flat[k * n : (k + 1) * n]) for k in range(2))
             state = jax.tree.unflatten(self.state_tree, flat[2 * n :])
             updates, state = optimizer.update(grads, state, params)
+            if jax.tree.structure(state) != self.state_tree:
+                raise OptimizerError(
+                    "fused_update: the optimizer's update returns a state of another structure than it "
+                    "was given; use moonwalk.value_and_grad and apply the update after it"
+                )
             new = optax.apply_updates(params, updates)
             return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
-        staged = staging.stage(update, *leaves, *leaves, *self.state_leaves)
+        try:
+            staged = staging.stage(update, *leaves, *leaves, *self.state_leaves)
+        except Exception as error:
+            self._explain(error, optimizer, params, state)
+            raise
         jaxpr, n = staged.jaxpr, self.count
         self.known = dict(zip(jaxpr.constvars, staged.consts, strict=True))
         self.g, self.p, self.s = jaxpr.invars[:n], jaxpr.invars[n : 2 * n], jaxpr.invars[2 * n :]
         self.outputs = jaxpr.outvars
-        if len(self.outputs) != n + len(self.s):
-            raise OptimizerError(
-                "fused_update: the optimizer's update returns a state of another structure than it was "
-                "given; use moonwalk.value_and_grad and apply the update after it"
-            )
+        for e in jaxpr.eqns:
+            if compat.has_effects(e):
+                self._refuse(e, (), "it prints or calls back")
         self._sort(needed(jaxpr.eqns, [v for v in self.outputs if _is_var(v)]))
+
+    def _explain(self, error: Exception, optimizer: Any, params: Any, state: Any) -> None:
+        """Raise what says more than an error from inside the optimizer, where there is such a thing."""
+        if isinstance(error, TypeError) and "keyword-only" in str(error):
+            raise OptimizerError(
+                "fused_update: the optimizer's update must do with gradients, state and parameters, but "
+                f"it asks for more: {error}; use moonwalk.value_and_grad and apply the update after it"
+            ) from error
+        expected, given = _types(jax.eval_shape(optimizer.init, params)), _types(state)
+        names = [n for n in (*expected, *given) if expected.get(n) != given.get(n)]
+        if names:
+            name = names[0]
+            raise ValueError(
+                "fused_update: opt_state is not a state of this optimizer for these parameters: "
+                f"opt_state{name} should be {expected.get(name, 'absent')}, but is "
+                f"{given.get(name, 'absent')}; make it with optimizer.init(params)"
+            ) from error
 
     # -- sorting -----------------------------------------------------------------------------------
     def _sort(self, eqns: Sequence[JaxprEqn]) -> None:
@@ -153,12 +177,18 @@ class Program:
         """Whether every gradient must have been seen before the first can be applied."""
         return bool(self.norms)
 
+    @property
+    def owned(self) -> list[int]:
+        """Outputs that belong to a leaf."""
+        return [k for k, owner in enumerate(self.leaf_of) if owner is not None]
+
     def _refuse(self, e: JaxprEqn, leaves: Iterable[int], why: str) -> None:
         names = [self.names[i] for i in sorted(leaves)]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise OptimizerError(
-            f"fused_update cannot serve this optimizer: `{e.primitive.name}` at {compat.source_line(e)} "
-            f"is applied to {shown}, and {why}, so the update cannot run as gradients come; use "
+            f"fused_update cannot serve this optimizer: `{e.primitive.name}` at {compat.source_line(e)}"
+            + (f" is applied to {shown}, and " if names else ": ")
+            + f"{why}, so the update cannot run as gradients come; use "
             "moonwalk.value_and_grad and apply the update after it"
         )
 
@@ -171,9 +201,12 @@ class Program:
             if not alike or not _is_entrywise(e):
                 self._refuse(e, [i], _LAYERED)
         for k in self.mine[i]:
-            if self.outputs[k].aval.shape != shape:
-                e = self.maker[self.outputs[k]]
-                self._refuse(e, [i], "its result has another shape than the leaf, which stacks layers")
+            new, old = self.outputs[k], self.stacked_input(k)
+            if (new.aval.shape, new.aval.dtype) != (shape, old.aval.dtype):
+                why = (
+                    f"its result {graph.type_of(new)} cannot replace {graph.type_of(old)} layer by layer"
+                )
+                self._refuse(self.maker[new], [i], why)
 
     # -- running -----------------------------------------------------------------------------------
     def slice_for(self, ends: Sequence[Any]) -> list[JaxprEqn]:
@@ -272,9 +305,8 @@ def run_layer(eqns: Iterable[JaxprEqn], env: Env, shape: tuple[int, ...]) -> Non
             env[e.outvars[0]] = jnp.broadcast_to(value, shape[1:])
         else:
             inputs = [graph.read(env, v) for v in e.invars]
-            if (
-                e.outvars[0].aval.shape == shape
-            ):  # a single number has as many axes as the stack, or none
+            if e.outvars[0].aval.shape == shape:
+                # A single number may have as many axes as the stack.
                 inputs = [
                     a if v.aval.shape == shape else jnp.reshape(a, ())
                     for v, a in zip(e.invars, inputs, strict=True)
@@ -308,6 +340,12 @@ def _identity(reduction: Any, dtype: Any) -> Any:
     limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, np.floating) else jnp.iinfo(dtype)
     infinite = np.inf if jnp.issubdtype(dtype, np.floating) else limits.max
     return jnp.full((), -infinite if reduction is lax.reduce_max_p else infinite, dtype)
+
+
+def _types(tree: Any) -> dict[str, str]:
+    """Types of a tree's leaves by their paths."""
+    leaves = jax.tree.flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(p): f"{jnp.result_type(a)}{list(jnp.shape(a))}" for p, a in leaves}
 
 
 def _made(eqns: Iterable[JaxprEqn]) -> set[Any]:
