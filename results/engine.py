@@ -217,25 +217,25 @@ def plain(name: str, timed: bool = True) -> dict[str, Any]:
             x = step(x, p)
         return jnp.mean((x - t) ** 2)
 
-    keys = iter(jax.random.split(jax.random.key(0), layers * len(shapes) + 2))
-    ps = [
-        tuple(jax.random.normal(next(keys), s, jnp.float32) / s[0] ** 0.5 for s in shapes)
-        for _ in range(layers)
-    ]
-    x, t = (jax.random.normal(next(keys), shape, jnp.float32) for _ in range(2))
-    args = ps, x, t
+    types = [tuple(struct(*s) for s in shapes)] * layers, struct(*shape), struct(*shape)
     programs = {
-        "moonwalk": compiled(mw.value_and_grad(loss), *args),
-        "checkpoint": compiled(jax.value_and_grad(functools.partial(loss, checkpoint=True)), *args),
-        "backprop": compiled(jax.value_and_grad(loss), *args),
+        "moonwalk": compiled(mw.value_and_grad(loss), *types),
+        "checkpoint": compiled(jax.value_and_grad(functools.partial(loss, checkpoint=True)), *types),
+        "backprop": compiled(jax.value_and_grad(loss), *types),
     }
     memory = {k: p.memory_analysis().temp_size_in_bytes / MIB for k, p in programs.items()}
     result = {
         "mib": memory,
-        "largest_activation_mib": _largest(loss, args),
-        "predicted_mib": mw.plan(loss, *args).peak_bytes / MIB,
+        "largest_activation_mib": _largest(loss, types),
+        "predicted_mib": mw.plan(loss, *types).peak_bytes / MIB,
     }
     if timed:
+        keys = iter(jax.random.split(jax.random.key(0), layers * len(shapes) + 2))
+        ps = [
+            tuple(jax.random.normal(next(keys), s, jnp.float32) / s[0] ** 0.5 for s in shapes)
+            for _ in range(layers)
+        ]
+        args = ps, *(jax.random.normal(next(keys), shape, jnp.float32) for _ in range(2))
         times = {k: seconds(p, args, 7) for k, p in programs.items()}
         result["time_over_checkpoint"] = times["moonwalk"] / times["checkpoint"]
     return result

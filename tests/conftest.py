@@ -1,5 +1,6 @@
 """Shared by all tests: float64, fast compilation, eight CPU devices, a fixed Hypothesis profile."""
 
+import gc
 import os
 
 # Before JAX starts: the suite compiles thousands of tiny programs and runs each once.
@@ -22,6 +23,13 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_collection_finish():
+    """What is there by now stays there: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -71,9 +71,9 @@ Y = normal(ROWS, WIDTH, seed=101)
 SEQUENCE = normal(2, 32, 4, seed=102)
 IMAGE = normal(2, 16, 16, 4, seed=103)
 VOLUME = normal(1, 8, 8, 8, 2, seed=104)
-TOKENS = jax.random.randint(jax.random.key(105), (2, 8), 0, 12)
+TOKENS = jnp.asarray(np.random.default_rng(105).integers(0, 12, (2, 8)))
 KEY = jax.random.key(106)
-LABELS = jax.random.randint(jax.random.key(107), (ROWS,), 0, WIDTH)
+LABELS = jnp.asarray(np.random.default_rng(107).integers(0, WIDTH, ROWS))
 
 
 def orthogonals(count, n=WIDTH, seed=0):
@@ -81,7 +81,7 @@ def orthogonals(count, n=WIDTH, seed=0):
 
 
 def stack(matrices):
-    return jnp.stack(list(matrices))
+    return jnp.asarray(np.stack(list(matrices)))
 
 
 def square(x, y=0.5):
@@ -176,6 +176,7 @@ network(
     [general(WIDTH, seed=i) for i in range(10)],
     X,
     walked=8,
+    slow=True,
 )
 network(
     "MLP with anchors",
@@ -255,6 +256,7 @@ network(
     network_of(lambda x, w: leaky(conv(x, w, structure="diagonal"))),
     [kernel((3, 3, 3), 2, 2, (1, 1, 1), "diagonal", seed=i) for i in range(2)],
     VOLUME,
+    slow=True,
 )
 network(
     "strided CNN, deep and orthogonal",
@@ -408,6 +410,7 @@ network(
         for i, w in enumerate(orthogonals(5))
     ],
     X,
+    slow=True,
 )
 
 
@@ -564,6 +567,7 @@ network(
     orthogonal(8),
     X,
     walked=2,
+    slow=True,
 )
 network(
     "scan, reversed",
@@ -571,6 +575,7 @@ network(
     W_STACK,
     X,
     walked=2,
+    slow=True,
 )
 network(
     "scan over data",
@@ -855,6 +860,7 @@ network(
     [{"w": w, "b": None if i % 2 else normal(WIDTH, seed=i)} for i, w in enumerate(orthogonals(8))],
     X,
     walked=12,
+    slow=True,
 )
 
 # --- arguments ----------------------------------------------------------------------------------------------
@@ -886,6 +892,7 @@ network(
     X,
     kwargs={"target": {"y": Y}, "scale": 2.0},
     walked=12,
+    slow=True,
 )
 network(
     "gradient of the input",
@@ -912,16 +919,6 @@ network(
     argnums=1,
     method=mw.Moonwalk(inputs=(1,)),
     walked=None,
-)
-network(
-    "second argument",
-    lambda x, params, y: network_of(turn)(params, x, y),
-    X,
-    tuple(orthogonals(8)),
-    Y,
-    argnums=-2,
-    walked=12,
-    slow=True,
 )
 
 

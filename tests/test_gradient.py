@@ -459,7 +459,7 @@ def test_everything_known_inside_jit():
 # --- devices ------------------------------------------------------------------------------------------
 
 ON_EIGHT_DEVICES = """
-    import json, sys, warnings
+    import json, warnings
     import jax, jax.numpy as jnp
     from jax import lax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -469,7 +469,6 @@ ON_EIGHT_DEVICES = """
 
     warnings.simplefilter("ignore")
     assert jax.device_count() == 8
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[sys.argv[1]],))
     found = {}
 
     def attempt(name, run):
@@ -484,16 +483,18 @@ ON_EIGHT_DEVICES = """
             if jnp.max(jnp.abs(a - b)) > 1e-10 * jnp.max(jnp.abs(b)):
                 found[name] = f"{a} instead of {b}"
 
-    def sharded(name, fun, ws, x):
-        x = jax.device_put(x, NamedSharding(mesh, P("data")))
-        ws = jax.device_put(ws, NamedSharding(mesh, P()))
-        attempt(name, lambda module: jax.jit(module.value_and_grad(fun))(ws, x))
+    def sharded(name, mesh, fun, ws, x):
+        with jax.set_mesh(mesh):
+            x = jax.device_put(x, NamedSharding(mesh, P("data")))
+            ws = jax.device_put(ws, NamedSharding(mesh, P()))
+            attempt(name, lambda module: jax.jit(module.value_and_grad(fun))(ws, x))
 
-    with jax.set_mesh(mesh):
-        sharded("looped", looped, LAYERS, X)
-        sharded("scanned", scanned, STACK, X)
-        if sys.argv[1] == "Explicit":
-            sharded("scanned, of width 8", scanned, jnp.stack([jnp.eye(8)] * 8), normal(16, 8))
+    for axes in ("Explicit", "Auto"):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[axes],))
+        sharded(f"looped, {axes}", mesh, looped, LAYERS, X)
+        sharded(f"scanned, {axes}", mesh, scanned, STACK, X)
+        if axes == "Explicit":
+            sharded("scanned, of width 8", mesh, scanned, jnp.stack([jnp.eye(8)] * 8), normal(16, 8))
 
     def per_device(module):
         def step(ws, x):
@@ -502,22 +503,20 @@ ON_EIGHT_DEVICES = """
         options = dict(in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
         return jax.jit(jax.shard_map(step, mesh=mesh, **options))(STACK, X)
 
-    if sys.argv[1] == "Auto":
-        attempt("inside of shard_map", per_device)
+    attempt("inside of shard_map", per_device)
     print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-def test_batches_over_eight_devices(axes):
-    """The same gradient, sharded as JAX shards it.
+def test_batches_over_eight_devices():
+    """The same gradient, sharded as JAX shards it, on meshes of automatic and of explicit axes.
 
     In a process of its own: the number of devices is fixed when JAX starts.
     """
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     paths = [str(pathlib.Path(__file__).parent), *filter(None, sys.path)]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ON_EIGHT_DEVICES), axes],
+        [sys.executable, "-c", textwrap.dedent(ON_EIGHT_DEVICES)],
         env={
             **os.environ,
             "XLA_FLAGS": flags,

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +285,30 @@ def test_periods_that_do_not_divide_the_length(length, every, reverse):
     check(loss, ws, method=method)
 
 
+def test_anchors_in_a_scan_bound_its_gain():
+    """Error starts afresh in every period; inside of one it grows, and the products are precise."""
+    length, every = 12, 4
+    ws = jnp.stack([orthogonal(WIDTH, seed=i) for i in range(length)])
+    method = mw.Moonwalk(anchor_every=every)
+
+    def precise_products(layer):
+        text = jax.jit(mw.grad(scan_of(layer), method=method)).lower(ws, X).as_text()
+        products = re.findall(rf"dot_general.*-> tensor<{ROWS}x{WIDTH}xf64>", text)
+        return sorted("HIGHEST" in line for line in products)
+
+    anchored, whole = (
+        mw.plan(scan_of(turn), *structs(ws, X), method=m) for m in (method, mw.Moonwalk())
+    )
+    layer = (1 + 0.3**2) / (2 * 0.3)
+    assert anchored.rows[0].gain == pytest.approx(layer)
+    assert anchored.predicted_gain == pytest.approx(layer**every)
+    assert whole.predicted_gain == pytest.approx(layer**length)
+    # Phases I and III run the layer; Phase II and the vijp are the cotangents' chain.
+    assert precise_products(turn) == [False, False, True, True]
+    lossless = precise_products(lambda x, w: jnp.abs(x @ mw.declare(w, "orthogonal")))
+    assert lossless == [False] * 4
+
+
 @pytest.mark.parametrize("tolerance", [1e-13, 1e-11])
 def test_a_scan_finds_its_period(tolerance):
     """By the gain of one layer: the error between two anchors stays within the tolerance."""
@@ -305,7 +330,7 @@ def shortcut(x, w):
 
 
 def test_forks():
-    """A state with two readers: the short way's cotangent is kept, the long way's is the rest."""
+    """A state with two readers: the long way's cotangent is kept, and nobody needs the short way's."""
     ws = [(orthogonal(WIDTH, seed=i), orthogonal(WIDTH, seed=i + 9)) for i in range(4)]
     plan = mw.plan(loss_of(shortcut), *structs(ws, X))
     rows = [r for r in plan.rows if r.mode == "fork"]

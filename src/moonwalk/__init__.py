@@ -15,13 +15,16 @@ from .errors import EffectError as EffectError
 from .errors import InexactError as InexactError
 from .errors import MoonwalkError as MoonwalkError
 from .errors import NotSubmersiveError as NotSubmersiveError
+from .errors import OptimizerError as OptimizerError
 from .errors import PlanMismatchError as PlanMismatchError
 from .errors import PlanWarning as PlanWarning
 from .errors import SingularError as SingularError
+from .fused import fused_update as fused_update
 from .gradient import grad as grad
 from .gradient import plan as plan
 from .gradient import value_and_grad as value_and_grad
 from .methods import Moonwalk as Moonwalk
+from .methods import PureForward as PureForward
 from .plans import Plan as Plan
 from .registry import register_vijp as register_vijp
 from .rules.generic import MatrixFree as MatrixFree

@@ -127,6 +127,7 @@ __all__ = [
     "sees_devices",
     "sharded_axes",
     "shards",
+    "silenced",
     "source_context",
     "source_line",
     "struct",
@@ -226,6 +227,26 @@ def has_effects(eqn: JaxprEqn) -> bool:
     Collectives carry an effect, too, which only says that they need a named axis.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def silenced(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations without what prints or calls back, in loops and branches, too."""
+    return [e if not has_effects(e) else _quiet(e) for e in eqns if e.outvars or not has_effects(e)]
+
+
+def _quiet(eqn: JaxprEqn) -> JaxprEqn:
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple):  # branches
+            return tuple(inside(v) for v in value)
+        if not (hasattr(value, "eqns") and hasattr(value, "replace")):
+            return value
+        inner, _ = open_jaxpr(value)
+        eqns = silenced(inner.eqns)
+        new = inner.replace(eqns=eqns, effects=set().union(*(e.effects for e in eqns)))
+        return new if inner is value else value.replace(jaxpr=new)
+
+    effects = {e for e in eqn.effects if type(e).__name__ == "NamedAxisEffect"}
+    return eqn.replace(params={k: inside(v) for k, v in eqn.params.items()}, effects=effects)
 
 
 def label(eqn: JaxprEqn) -> str:

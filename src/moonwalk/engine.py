@@ -14,21 +14,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import certificate, checks, compat, graph, phases, planning, plans, staging, trunk
+from . import certificate, checks, compat, graph, phases, planning, plans, sources, staging, trunk
 from .certificate import Certificate
 from .compat import Literal
 from .declare import declare_p
 from .errors import EffectError
+from .ledger import Ledger
 from .methods import Moonwalk
 from .partition import MOVING
-from .planning import Book
+from .planning import Choice, NodeCost
 from .plans import Plan
 from .registry import Gain
 from .residuals import nbytes
 from .sides import DataSide, WeightSide
+from .sources import Book, Options
 from .staging import Staged
 from .trunk import Trunk
-from .walks import Walk
+from .walks import Env, Walk
+
+Errors = tuple[list[Any], list[Any]]  # of all samples, and of those at the ends of walks
 
 
 class Staging(NamedTuple):
@@ -107,30 +111,53 @@ class Engine:
 
         return run(*flat)
 
-    def run(self, *flat: Any) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
-        """([loss and auxiliary outputs], gradients, sampled errors) by the three phases."""
+    def run(self, *flat: Any) -> tuple[list[Any], list[Any], Errors]:
+        """([loss and auxiliary outputs], gradients, sampled errors)."""
+        fixed, x, leaves = self.environments(flat)
+        out = Ledger()
+        with jax.named_scope("moonwalk"):
+            self.run_sides(fixed)
+            values, h, errors = self.phases(fixed, x, out)
+            with jax.named_scope("sides"):
+                pulled = self.weight_side.pull(fixed, out.found)
+        gradients = dict(zip(self.staging.weights, pulled, strict=True))
+        gradients.update((v, h[v]) for v in self.staging.inputs if v in h)
+        return values, [gradients.get(v, jnp.zeros_like(a)) for v, a in leaves.items()], errors
+
+    def environments(self, flat: Sequence[Any]) -> tuple[Env, Env, Env]:
+        """(what every phase can read, the network's inputs, the differentiated leaves)."""
         jaxpr = self.staging.jaxpr
         fixed = dict(zip((*jaxpr.invars, *jaxpr.constvars), flat, strict=True))
         leaves = dict(zip(self.staging.order, flat, strict=False))
-        x = {v: fixed.pop(v) for v in self.staging.inputs}
-        with jax.named_scope("moonwalk"):
-            with jax.named_scope("sides"):
-                self.data_side.run(fixed, effects=True)
-                self.weight_side.run(fixed, effects=True)
-            saved = phases.forward(self.segments, fixed, x, self.results)
-            out = [graph.read({**fixed, **x}, v) for v in jaxpr.outvars]
-            h: dict[Any, Any] = {}
-            if self.cut.outputs:
-                h[self.cut.outputs[0]] = jnp.ones_like(out[0])
-            found, errors = phases.reverse(self.segments, fixed, saved, h)
-            with jax.named_scope("sides"):
-                for v in self.cut.outputs:  # a loss of weights alone
-                    if v in self.weight_side.wanted and v in h:
-                        found[v] = h[v]
-                pulled = self.weight_side.pull(fixed, found)
-        gradients = dict(zip(self.staging.weights, pulled, strict=True))
-        gradients.update((v, h[v]) for v in self.staging.inputs if v in h)
-        return out, [gradients.get(v, jnp.zeros_like(a)) for v, a in leaves.items()], errors
+        return fixed, {v: fixed.pop(v) for v in self.staging.inputs}, leaves
+
+    def run_sides(self, fixed: Env, *, effects: bool = True) -> None:
+        """Data side and weight side, into `fixed`. `effects`: print and call back, too."""
+        with jax.named_scope("sides"):
+            self.data_side.run(fixed, effects=effects)
+            self.weight_side.run(fixed, effects=effects)
+
+    def phases(
+        self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
+    ) -> tuple[list[Any], Env, Errors]:
+        """The three phases: (the jaxpr's results, cotangents at the trunk's entry, sampled errors).
+
+        `again`: another pass prints and calls back.
+        """
+        saved = phases.forward(self.segments, fixed, x, self.results, again=again)
+        values = [graph.read({**fixed, **x}, v) for v in self.staging.jaxpr.outvars]
+        h: Env = {}
+        if self.cut.outputs:
+            h[self.cut.outputs[0]] = jnp.ones_like(values[0])
+        errors = phases.reverse(self.segments, fixed, saved, h, out)
+        self.hand_out_weights(h, out)
+        return values, h, errors
+
+    def hand_out_weights(self, h: Env, out: Ledger) -> None:
+        """A loss of weights alone is read by no node: its cotangent is its gradient."""
+        for v in self.cut.outputs:
+            if v in self.weight_side.wanted and v in h:
+                out.add({v: h[v]})
 
     def reference(self, *flat: Any) -> tuple[list[Any], list[Any]]:
         """([loss and auxiliary outputs], gradients) by JAX's own reverse mode."""
@@ -146,16 +173,42 @@ class Engine:
         return out, gradients
 
 
-def plan(
+class Draft(NamedTuple):
+    """A loss, cut and costed: what every method plans from."""
+
+    cut: Trunk
+    book: Book
+    options: Options
+    tolerance: float
+    costs: list[NodeCost]
+    plain: Choice  # without walks
+
+    def describe(self, choice: Choice, method: Any, signature: Any) -> Plan:
+        """The choice as a user reads it."""
+        side = self.cut.weight_side
+        return plans.describe(
+            self.cut,
+            choice,
+            self.plain,
+            self.costs,
+            method,
+            planning.tolerance_of(self.cut, method, choice.segments, self.tolerance),
+            signature,
+            tuple(self.book.recorded.items()),
+            sum(nbytes(v.aval) for e in side if _computes(e) for v in e.outvars),
+        )
+
+
+def draft(
     staging: Staging,
-    method: Moonwalk,
+    method: Any,
     *,
     certify: bool,
-    signature: tuple[tuple[str, str], ...] = (),
     gains: Iterable[tuple[Any, Gain]] = (),
     values: dict[Any, Any] | None = None,
-) -> tuple[Engine, Plan]:
-    """Cut, cost and plan. `values`: of the jaxpr's inputs, where gains are to be measured."""
+    fused: bool = False,
+) -> Draft:
+    """`values`: of the jaxpr's inputs, where gains are to be measured. `fused`: for `fused_update`."""
     refuse_effects(staging.jaxpr)
     whole = cut(staging)
     if values is not None:
@@ -167,8 +220,24 @@ def plan(
                 graph.run([e], values)
     book = Book(gains, values)
     options, tolerance = planning.options_for(whole, method, certify)
-    costs = planning.node_costs(whole)
+    costs = planning.node_costs(whole, fused=fused)
     plain = planning.choose_segments(whole, options, costs, book, walks=False)
+    return Draft(whole, book, options, tolerance, costs, plain)
+
+
+def plan(
+    staging: Staging,
+    method: Moonwalk,
+    *,
+    certify: bool,
+    signature: tuple[tuple[str, str], ...] = (),
+    gains: Iterable[tuple[Any, Gain]] = (),
+    values: dict[Any, Any] | None = None,
+    fused: bool = False,
+) -> tuple[Engine, Plan]:
+    """Cut, cost and plan."""
+    made = draft(staging, method, certify=certify, gains=gains, values=values, fused=fused)
+    whole, book, options, _, costs, plain = made
     choice = planning.choose_segments(whole, options, costs, book)
     if plain.total <= choice.total:
         choice = plain
@@ -176,22 +245,16 @@ def plan(
         # Measured gains drift with the weights, differences may cancel: such a walk carries its check.
         options.certify = True
         choice = planning.choose_segments(whole, options, costs, book)
-    if values is not None:
-        for walk in (s for s in choice.segments if isinstance(s, Walk)):
-            checks.heed(None, planning.weight_alarms(walk, [values], book), None)
-    tolerance = planning.tolerance_of(whole, method, choice.segments, tolerance)
-    described = plans.describe(
-        whole,
-        choice,
-        plain,
-        costs,
-        method,
-        tolerance,
-        signature,
-        tuple(book.recorded.items()),
-        sum(nbytes(v.aval) for e in whole.weight_side if _computes(e) for v in e.outvars),
-    )
-    return Engine(staging, whole, choice.segments), described
+    heed_weights(choice, book)
+    return Engine(staging, whole, choice.segments), made.describe(choice, method, signature)
+
+
+def heed_weights(choice: Choice, book: Book) -> None:
+    """What concrete weights say against a walk is said at once."""
+    if book.values is None:
+        return
+    for walk in (s for s in choice.segments if isinstance(s, Walk)):
+        checks.heed(None, sources.weight_alarms(walk, [book.values], book), None)
 
 
 def _computes(eqn: Any) -> bool:

@@ -50,5 +50,9 @@ class EffectError(MoonwalkError, ValueError):
     """A loss calls back to the host and reads the answer, which a second forward pass would repeat."""
 
 
+class OptimizerError(MoonwalkError, TypeError):
+    """An optimizer whose update cannot run as gradients come."""
+
+
 class PlanWarning(UserWarning):
     """A plan saves little; the message names the costliest block and what would help."""

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import checks, compat, engine
+from . import checks, compat, engine, forward
 from .certificate import Certificate
 from .engine import Engine
 from .errors import InexactError, PlanMismatchError, PlanWarning
-from .methods import Moonwalk
+from .methods import Moonwalk, PureForward
 from .plans import Plan
 
-Method = Moonwalk | Plan
+Method = Moonwalk | PureForward | Plan
 _DEFAULT = Moonwalk()
 
 
@@ -49,7 +49,8 @@ def value_and_grad(
     - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are
         network inputs in `Moonwalk(inputs=...)`.
     - `has_aux`: whether `fun` returns auxiliary data.
-    - `method`: `moonwalk.Moonwalk(...)`, or a plan that `moonwalk.plan` returned.
+    - `method`: `moonwalk.Moonwalk(...)`, `moonwalk.PureForward(...)`, or a plan that `moonwalk.plan`
+        returned.
     - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
 
     **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with
@@ -63,11 +64,11 @@ def value_and_grad(
     >>> print(value, g.tolist())
     3.0 [[1.0, -1.0], [-2.0, 2.0]]
     """
-    _check_method(method)
+    check_method(method)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = _Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
+        call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
         value, aux, gradients, found = call.differentiate(method, certify)
         value = (value, aux) if has_aux else value
         return (value, gradients, found) if certify else (value, gradients)
@@ -94,11 +95,11 @@ def grad(
     >>> print(mw.grad(lambda w: w**2)(3.0))
     6.0
     """
-    _check_method(method)
+    check_method(method)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = _Call("grad", fun, argnums, has_aux, args, kwargs)
+        call = Call("grad", fun, argnums, has_aux, args, kwargs)
         _, aux, gradients, found = call.differentiate(method, certify)
         result = ((gradients, aux) if has_aux else (gradients,)) + ((found,) if certify else ())
         return result if len(result) > 1 else gradients
@@ -109,7 +110,7 @@ def grad(
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    method: Moonwalk = _DEFAULT,
+    method: Method = _DEFAULT,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     **kwargs: Any,
@@ -128,16 +129,16 @@ def plan(
     """
     if isinstance(method, Plan):
         method = method.method
-    _check_method(method)
-    call = _Call("plan", fun, argnums, has_aux, args, kwargs)
+    check_method(method)
+    call = Call("plan", fun, argnums, has_aux, args, kwargs)
     return call.plan(method, certify=False)[1]
 
 
-def _check_method(method: Any) -> None:
-    if not isinstance(method, Moonwalk | Plan):
+def check_method(method: Any) -> None:
+    if not isinstance(method, Moonwalk | PureForward | Plan):
         raise TypeError(
-            "method= takes moonwalk.Moonwalk(...) or a plan that moonwalk.plan returned, but got "
-            f"{method!r}"
+            "method= takes moonwalk.Moonwalk(...), moonwalk.PureForward(...) or a plan that "
+            f"moonwalk.plan returned, but got {method!r}"
         )
 
 
@@ -145,7 +146,7 @@ _measured: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDicti
 _advised: set[Any] = set()
 
 
-class _Call:
+class Call:
     """One call of a differentiated function: its arguments, flattened and sorted."""
 
     aux_tree: Any = None
@@ -260,7 +261,9 @@ class _Call:
         return not structs and compat.is_concrete(self.leaves, jnp.zeros(()))
 
     # -- planning --------------------------------------------------------------------------------
-    def plan(self, method: Method, *, certify: bool) -> tuple[Engine, Plan, engine.Staging]:
+    def plan(
+        self, method: Method, *, certify: bool, fused: bool = False
+    ) -> tuple[Engine, Plan, engine.Staging]:
         signature = self.signature()
         gains: Any = ()
         values = None
@@ -282,26 +285,33 @@ class _Call:
             values = {
                 v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
             }
-        made, described = engine.plan(
-            staged, method, certify=certify, signature=signature, gains=gains, values=values
+        planner = forward.plan if isinstance(method, PureForward) else engine.plan
+        made, described = planner(
+            staged,
+            method,  # type: ignore[arg-type]
+            certify=certify,
+            signature=signature,
+            gains=gains,
+            values=values,
+            fused=fused,
         )
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
         return made, described, staged
 
-    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+    def measuring(self, method: Method, run: Callable[[], Any]) -> Any:
+        """`run()`; where weights have drifted since their gains were measured, measure again, once."""
         try:
-            return self._differentiate(method, certify)
+            return run()
         except InexactError:
             cache = _cache_for(self.fun)
-            if (
-                isinstance(method, Plan)
-                or cache is None
-                or not cache.pop((self.signature(), method), None)
-            ):
+            if isinstance(method, Plan) or not cache or not cache.pop((self.signature(), method), None):
                 raise
-            # The weights have drifted since their gains were measured: measure again, once.
-            return self._differentiate(method, certify)
+            return run()
+
+    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+        """(value, auxiliary data, gradients, certificate)."""
+        return self.measuring(method, lambda: self._differentiate(method, certify))
 
     def _differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
         made, described, staged = self.plan(method, certify=certify)
@@ -311,14 +321,17 @@ class _Call:
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
         if described.checked:
-            gradients = _heed(gradients, found, described, settings)
-        value, *arrays = out
-        values = iter(arrays)
-        aux = jax.tree.unflatten(
-            self.aux_tree, [next(values) if s is None else s[0] for s in self.aux_static]
-        )
+            gradients = heed(gradients, found, described, settings)
+        value, aux = self.results(out)
         result = jax.tree.unflatten(self.tree, gradients)
         return value, aux, result[0] if self.single else result, found
+
+    def results(self, out: Sequence[Any]) -> tuple[Any, Any]:
+        """(loss, auxiliary data) from the engine's flat list."""
+        value, *arrays = out
+        values = iter(arrays)
+        leaves = [next(values) if s is None else s[0] for s in self.aux_static]
+        return value, jax.tree.unflatten(self.aux_tree, leaves)
 
 
 class _NotScalar(Exception):
@@ -376,22 +389,39 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
-def _heed(gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk) -> list[Any]:
+def heed(
+    gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk | PureForward
+) -> list[Any]:
     """Act where a walk was less exact than its tolerance."""
     if method.on_inexact == "ignore":
         return gradients
     bad = ~(found.error <= described.tolerance)
-    if method.on_inexact == "nan":
-        return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
-    text = (
+    if method.on_inexact == "raise":
+        text = _inexact_text(described, method)
+        known = compat.concrete(bad)
+        if known is not None:
+            if known.any():
+                raise InexactError(
+                    f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})"
+                )
+            return gradients
+        # The check hangs on a number, not on the gradients: through its callback they would be copied.
+        bad = checks.raise_when_run(bad, bad, text)
+    return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
+
+
+def _inexact_text(described: Plan, method: Moonwalk | PureForward) -> str:
+    if isinstance(method, PureForward):
+        return (
+            "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative "
+            f"by more than the tolerance {described.tolerance:.1e}: the examples are not independent "
+            "(per_example=True), a declared structure does not hold, or the weights have drifted from "
+            "those that the plan measured; leave per_example out, plan anew, or pass "
+            "on_inexact='nan' or 'ignore'"
+        )
+    return (
         f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
         "weights have drifted from those that the plan measured, a declared structure does not hold, or "
         "the cotangents of a fork's branches cancel; plan anew, lower anchor_every, or pass "
         "Moonwalk(on_inexact='nan' or 'ignore')"
     )
-    known = compat.concrete(bad)
-    if known is None:
-        return checks.raise_when_run(gradients, bad, text)
-    if known.any():
-        raise InexactError(f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})")
-    return gradients

@@ -3,6 +3,7 @@
 Phase I    forward over the segments: keep what each needs
 then, segment by segment in reverse:
   walk     Phase II  h only, keep anchors;  Phase III  sweep x and h forward, hand out g
+           (with checkpoint=, Phase I once more before that: its start alone was kept)
   store, recompute   JAX's own pullback, h and g at once
 last       the weight side turns gradients of operands into gradients of parameters
 """
@@ -14,41 +15,50 @@ from typing import Any
 
 import jax
 
+from .ledger import Ledger
 from .planning import Segment
+from .scan_walks import ScanWalk
 from .segments import Plain
-from .walks import Env, Gradients, Walk, add_gradients, as_cotangent, hold
+from .walks import Env, Step, Walk, as_cotangent, hold
 
 
-def forward(segments: Sequence[Segment], fixed: Env, x: Env, results: frozenset[Any]) -> list[Any]:
-    """Phase I. `x` holds, at the end, whatever of `results` the trunk makes."""
+def forward(
+    segments: Sequence[Segment], fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False
+) -> list[Any]:
+    """Phase I. `x` holds, at the end, whatever of `results` the trunk makes.
+
+    `again`: another pass prints and calls back.
+    """
     saved: list[Any] = []
     with jax.named_scope("phase_1"):
         for number, segment in enumerate(segments):
             with jax.named_scope(f"segment_{number}"):
                 start = {v: x[v] for v in _start_state(segment) if v in x}
-                kept = segment.phase_one(fixed, x, results)
+                if isinstance(segment, Walk):
+                    kept = segment.phase_one(fixed, x, results, keep=not segment.recomputed, again=again)
+                else:
+                    kept = segment.phase_one(fixed, x, results, again=again)
                 saved.append((kept, start))
     return saved
 
 
 def _start_state(segment: Segment) -> tuple[Any, ...]:
     """The activations that a walk's sweep starts from; they are kept from Phase I."""
-    if isinstance(segment, Plain):
+    if isinstance(segment, Plain | ScanWalk):
         return ()
     made = {v for s in segment.steps for v in (*s.block.outputs, *s.block.exports)}
-    swept = segment.steps[: segment.end]
+    swept = segment.steps if segment.recomputed else segment.steps[: segment.end]
     reads = dict.fromkeys(v for s in swept for v in (*s.block.inputs, *s.block.operands))
     return tuple(v for v in reads if v not in made)
 
 
 def reverse(
-    segments: Sequence[Segment], fixed: Env, saved: list[Any], h: Env
-) -> tuple[Gradients, tuple[list[Any], list[Any]]]:
-    """Phases II and III: (gradients, (sampled errors, those at the ends of walks)).
+    segments: Sequence[Segment], fixed: Env, saved: list[Any], h: Env, out: Ledger
+) -> tuple[list[Any], list[Any]]:
+    """Phases II and III: (sampled errors, those at the ends of walks).
 
-    `h` holds the outputs' cotangents, and at the end those of the trunk's entry.
+    `h` holds the outputs' cotangents, and at the end those of the trunk's entry. Gradients go to `out`.
     """
-    gradients: Gradients = {}
     errors: list[Any] = []
     closures: list[Any] = []
     for number in reversed(range(len(segments))):
@@ -56,39 +66,51 @@ def reverse(
         with jax.named_scope(f"segment_{number}"):
             if isinstance(segment, Plain):
                 with jax.named_scope("phase_2"):
-                    add_gradients(gradients, segment.reverse(fixed, kept, h))
+                    segment.reverse(fixed, kept, h, out)
                 continue
-            found, own = walk_back_and_forth(segment, fixed, kept, start, h)
-            add_gradients(gradients, found)
+            if isinstance(segment, ScanWalk):
+                own = segment.back_and_forth(fixed, kept, h, out)
+            else:
+                own = walk_back_and_forth(segment, fixed, kept, start, h, out)
             errors += own
             closures += own[-1:]
-    return gradients, (errors, closures)
+            if number:
+                # What precedes waits for the sweep: nothing else keeps XLA from doing both side by side.
+                hold((h, list(h)), *out.parts([v for s in segment.steps for v in s.node.weights]))
+    return errors, closures
 
 
 def walk_back_and_forth(
-    walk: Walk, fixed: Env, kept: list[Any], start: Env, h: Env
-) -> tuple[Gradients, list[Any]]:
+    walk: Walk, fixed: Env, kept: list[Any], start: Env, h: Env, out: Ledger
+) -> list[Any]:
     """One walk: down with h alone, and up again with x and h side by side."""
     h.update((v, as_cotangent(v, a)) for v, a in h.items())
+    if walk.recomputed:
+        with jax.named_scope("phase_1"):
+            kept = _again(walk, fixed, start, h)
     with jax.named_scope("phase_2"):
-        memos, samples, gradients = walk.phase_two(fixed, kept, h)
-    if not walk.end:
-        return gradients, []
+        memos, samples = walk.phase_two(fixed, kept, h, out)
     with jax.named_scope("phase_3"):
         x = dict(start)
         state = {v: h[v] for v in walk.seeds if v in h}
         box: dict[Any, Any] = {"kept": kept, "memos": memos, "samples": samples}
         fixed = dict(fixed)
         # Nothing of the sweep may be merged with Phase I: it starts from barred copies of everything.
-        data = [v for v in _read_in_sweep(walk) if v in fixed and v not in walk.trunk.weights]
-        hold((x, list(x)), (state, list(state)), (box, ["kept", "memos", "samples"]), (fixed, data))
+        data = _data_read(walk.steps[: walk.end], walk, fixed)
+        if walk.end:
+            hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data))
         factors = walk.prepare(fixed)
-        found, errors = walk.phase_three(
-            fixed, box["kept"], box["memos"], box["samples"], factors, x, state
-        )
-    add_gradients(gradients, found)
-    return gradients, errors
+        return walk.phase_three(fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out)
 
 
-def _read_in_sweep(walk: Walk) -> list[Any]:
-    return list(dict.fromkeys(v for s in walk.steps[: walk.end] for v in s.block.operands))
+def _again(walk: Walk, fixed: Env, start: Env, h: Env) -> list[Any]:
+    """Phase I once more, from the state at the walk's start, once h has arrived at its end."""
+    x, fixed = dict(start), dict(fixed)
+    hold((x, list(x)), (h, list(h)), (fixed, _data_read(walk.steps, walk, fixed)))
+    return walk.phase_one(fixed, x, again=True)
+
+
+def _data_read(steps: Sequence[Step], walk: Walk, fixed: Env) -> list[Any]:
+    """The data among the operands: a forward pass from the very start begins with them."""
+    reads = dict.fromkeys(v for s in steps for v in s.block.operands)
+    return [v for v in reads if v in fixed and v not in walk.trunk.weights]

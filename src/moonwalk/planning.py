@@ -1,538 +1,36 @@
-"""Blocks become segments: what is walked, where anchors stand, what is stored or recomputed.
+"""Blocks become segments: what is walked, what is stored or recomputed.
 
-The decisions, in this order:
-
-1. *Sources* (`plan_walk`): if some nodes in a row were walked, where would Phase III take each cotangent
-   from? By vijp where a rule serves the node and its gain is known; from the kept copies at a fork; from
-   an anchor elsewhere, and wherever the product of gains since the last exact cotangent exceeds
-   tolerance / eps, with a margin.
-2. *Segments* (`_segments`): walking a node costs what ∂y/∂x needs and its anchor, storing it costs all
-   its residuals, recomputing a stretch costs the state at its start, once, and all its residuals while
-   it is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few
-   limits on what a recomputed stretch may take.
-3. *Scans* (`_plan_scan`): the body is planned like a network, with anchors every K layers.
+`sources` says what a walk over some nodes would keep. Here the segments are chosen: walking a node costs
+what ∂y/∂x needs and its anchor, storing it costs all its residuals, recomputing a stretch costs the
+state at its start, once, and all its residuals while it is differentiated; with `checkpoint=`, a walk
+may be recomputed likewise. A dynamic program over the nodes finds the least sum, once for each of a few
+limits on what a recomputed stretch may take.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import chain, compat, graph, scans, trunk
-from .methods import Moonwalk
-from .registry import Alarm, Gain
+from . import compat
+from .methods import Moonwalk, PureForward
 from .residuals import Residual, nbytes
+from .scan_walks import ScanWalk
 from .scans import ScanStep
 from .segments import Plain, full_residual, live_bytes
+from .sources import MARGIN, Book, Growth, Options, evenly, period_for, plan_walk, power
 from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
-from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, restricted
-
-# A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a
-# plan must not ring on the very weights that it was made for.
-MARGIN = 10
+from .walks import Step, Walk
 
 Segment = Walk | Plain
-Values = Mapping[Any, Any]
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How much relative error has grown since the last exact cotangent."""
-
-    product: float = 1.0
-    mixes: bool = False
-
-    @property
-    def factor(self) -> float:
-        """Diagonal factors count once something has mixed (docs/numerics.md §1)."""
-        return self.product if self.mixes or math.isinf(self.product) else 1.0
-
-    def times(self, gain: Gain) -> Growth:
-        return Growth(self.product * gain.factor, self.mixes or gain.mixes)
-
-    @staticmethod
-    def worst(several: Iterable[Growth]) -> Growth:
-        several = list(several)
-        if not several:
-            return Growth()
-        return Growth(max(g.product for g in several), any(g.mixes for g in several))
-
-
-class Book:
-    """Gains by node: what a trace can bound, or what was measured on values.
-
-    A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan,
-    with its description: of another network a book knows nothing.
-    """
-
-    def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
-        self.recorded: dict[Any, Gain] = dict(recorded)
-        self.values = values
-        self.layers: dict[Any, list[Values] | None] = {}  # what the layers of scans can read, by node
-
-    def layer_values(self, node: Node, body: scans.Body, envs: Any) -> list[Values] | None:
-        """What every layer of a scan can read, evaluated once."""
-        if node not in self.layers:
-            self.layers[node] = _layer_values(node, body, envs)
-        return self.layers[node]
-
-    def gain(self, key: Any, rule: Any, block: Any, envs: Sequence[Values] | None) -> tuple[Gain, bool]:
-        """(gain, whether it rests on a measurement)."""
-        static = rule.gain(block)
-        if math.isfinite(static.factor) and not static.assumed:
-            return static, False
-        if key in self.recorded:
-            return self.recorded[key], True
-        known = [e for e in envs or () if all(v in e for v in block.operands)]
-        if not known:
-            return static, False
-        measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
-        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured))
-        gain = Gain.unknown() if math.isnan(gain.factor) else gain  # the weights are not finite
-        self.recorded[key] = gain
-        return gain, True
-
-
-@dataclass
-class Options:
-    """A method's settings for one network."""
-
-    limit: float  # how far error may grow between exact cotangents
-    anchor_every: int | None = None
-    certify: bool = False
-    precision: Any = None  # of the cotangents' chain; None: as the gains ask for
-
-
-# --- sources ----------------------------------------------------------------------------------------
-
-
-def plan_walk(
-    cut: Trunk,
-    start: int,
-    stop: int,
-    options: Options,
-    *,
-    wanted: Iterable[Any] = (),
-    given: Iterable[Any] = (),
-    book: Book | None = None,
-    envs: Sequence[Values] | None = None,
-    prefix: tuple[int, ...] = (),
-) -> tuple[Walk, dict[Any, Growth]]:
-    """A walk over the nodes [start, stop), with as few anchors as the gains allow.
-
-    `wanted`: outputs whose cotangents Phase III must bring (a scan's carry). `given`: outputs whose
-    cotangents are known to it. `envs`: the operands' values (of each layer of a scan), where gains are
-    to be measured.
-    """
-    nodes = cut.nodes[start:stop]
-    book = book or Book()
-    place = (prefix, start)
-
-    def planned(by_skips: bool) -> tuple[Walk, dict[Any, Growth]]:
-        planner = _Sources(
-            cut, nodes, options, set(wanted), frozenset(given), book, envs, place, by_skips
-        )
-        growth = planner.settle()
-        walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
-        walk.growth = planner.largest_growth
-        return walk, growth
-
-    walk, growth = planned(by_skips=False)
-    if any(n.is_fork for n in nodes):
-        # A join takes its cotangent from the branch, or from the skip, whose copy is then kept. The
-        # branch is left with a difference of cotangents, which may cancel: only where that keeps less.
-        other = planned(by_skips=True)
-        if other[0].kept_bytes < walk.kept_bytes:
-            walk, growth = other
-    if not prefix:
-        # Where nothing is lost the ambient precision is right; elsewhere rounding would grow.
-        precise = lax.Precision.HIGHEST if walk.growth > 1 else None
-        precision = precise if options.precision is None else options.precision
-        if precision is not None:
-            walk.in_precision(precision)
-    return walk, growth
-
-
-class _Sources:
-    def __init__(
-        self,
-        cut: Trunk,
-        nodes: Sequence[Node],
-        options: Options,
-        wanted: set[Any],
-        given: frozenset[Any],
-        book: Book,
-        envs: Sequence[Values] | None,
-        place: tuple[tuple[int, ...], int],
-        by_skips: bool,
-    ):
-        self.cut, self.nodes, self.options, self.by_skips = cut, nodes, options, by_skips
-        self.wanted_out, self.given = wanted, given
-        self.book, self.envs, self.place = book, envs, place
-        self.measured: set[int] = set()
-        self.largest_growth = 1.0
-        self.reader = {v: i for i, n in enumerate(nodes) for v in n.block.inputs}
-        self.maker = {v: i for i, n in enumerate(nodes) for v in n.block.outputs}
-        self.forced: dict[int, str] = {}
-        self.through = [self._through(n) for n in nodes]
-        self.scan_steps: dict[int, ScanStep | str] = {}
-        self.gains = [self._gain(i) for i in range(len(nodes))]
-
-    def _through(self, node: Node) -> tuple[Any, ...]:
-        """The inputs by which a walk goes through a node.
-
-        A sum takes its cotangent from any one summand: a branch, or a skip (a fork's copy). What a stem
-        adds has no cotangent of its own in the sweep.
-        """
-        inputs = node.block.inputs
-        if len(inputs) < 2 or node.rule is None:
-            return inputs
-        if [e.primitive for e in node.block.eqns] in ([lax.add_p], [lax.sub_p]):
-            skips = [v for v in inputs if v in self.maker and self.nodes[self.maker[v]].is_fork]
-            others = [v for v in inputs if v not in skips and not self._is_stem(v)]
-            choice = (skips[-1:] or others[:1]) if self.by_skips else (others[:1] or skips[-1:])
-            if choice and trunk.find_rule(restricted(node.block, choice))[0] is not None:
-                return tuple(choice)
-        walked = tuple(v for v in inputs if not self._is_stem(v))
-        return walked if walked else inputs
-
-    def _is_stem(self, v: Any) -> bool:
-        return v in self.maker and not self.nodes[self.maker[v]].block.inputs
-
-    def _gain(self, i: int) -> Gain | None:
-        """The gain of a node's vijp; None where it has none."""
-        node = self.nodes[i]
-        if node.is_fork or node.is_aside or not (node.block.inputs or node.is_scan):
-            return None
-        if node.is_scan:
-            return self._scan_gain(i)
-        block = restricted(node.block, self.through[i])
-        rule = node.rule
-        if block is not node.block:
-            rule, _ = trunk.find_rule(block)
-        if rule is None:
-            return None
-        gain, measured = self.book.gain((self._key(i), node.describe()), rule, block, self.envs)
-        if measured:
-            self.measured.add(i)
-        return gain
-
-    def _key(self, i: int) -> tuple[int, ...]:
-        prefix, start = self.place
-        return (*prefix, start + i)
-
-    def _scan_gain(self, i: int) -> Gain | None:
-        step = _plan_scan(self.nodes[i], self.cut, self.options, self.book, self.envs, self._key(i))
-        self.scan_steps[i] = step
-        return step.gain if isinstance(step, ScanStep) else None
-
-    # -- backward: who needs which cotangent -------------------------------------------------------
-    def _decide(self) -> None:
-        wanted = set(self.wanted_out)
-        self.source = ["none"] * len(self.nodes)
-        self.kept_copies: dict[int, tuple[tuple[int, ...], tuple[int, ...], int | None]] = {}
-        for i in reversed(range(len(self.nodes))):
-            node = self.nodes[i]
-            outputs = node.block.outputs
-            if node.is_aside:
-                continue
-            if node.is_fork:
-                self._decide_fork(i, wanted)
-                continue
-            is_stem = node.is_stem and not isinstance(self.scan_steps.get(i), ScanStep)
-            needed = any(v in wanted for v in outputs) or (bool(node.weights) and not is_stem)
-            if not needed:
-                continue
-            if all(v in self.given for v in outputs):
-                self.source[i] = "given"
-            elif (gain := self.gains[i]) is None or i in self.forced or is_stem:
-                self.source[i] = "anchor"
-            elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
-                self.source[i] = "vijp"
-                wanted.update(node.block.inputs)
-            elif gain.factor > self.options.limit and self.options.anchor_every is None:
-                self.forced[i] = _too_large(gain.factor)
-                self.source[i] = "anchor"
-            else:
-                self.source[i] = "vijp"
-                wanted.update(self.through[i])
-
-    def _decide_fork(self, i: int, wanted: set[Any]) -> None:
-        (v,), copies = self.nodes[i].block.inputs, self.nodes[i].block.outputs
-        known = tuple(k for k, c in enumerate(copies) if c in self.given)
-        needed = [k for k, c in enumerate(copies) if c in wanted and k not in known]
-        rest = [k for k in range(len(copies)) if k not in needed and k not in known]
-        if not needed:
-            self.kept_copies[i] = ((), known, None)
-        elif rest:
-            self.kept_copies[i] = (tuple(needed), known, None)
-        else:
-            # The way that is read first is the long one; what is kept stands exact at the join.
-            difference = min(needed, key=lambda k: self.reader.get(copies[k], math.inf))
-            self.kept_copies[i] = (tuple(k for k in needed if k != difference), known, difference)
-            wanted.add(v)
-
-    # -- forward: how error grows --------------------------------------------------------------------
-    def settle(self) -> dict[Any, Growth]:
-        """Decide, and place anchors until error stays within the limit."""
-        if self.options.anchor_every is not None:
-            self._regular_anchors(self.options.anchor_every)
-        while True:
-            self._decide()
-            grown, violated = self._grow()
-            if violated is None:
-                return grown
-            self.forced[violated] = "error would exceed the tolerance"
-
-    def _regular_anchors(self, every: int) -> None:
-        count = 0
-        for i, node in enumerate(self.nodes):
-            following = next((n for n in self.nodes[i + 1 :] if not n.is_aside), None)
-            count += node.is_heavy and not node.is_scan and bool(node.block.inputs)
-            if count >= every and following is not None and following.is_heavy:
-                self.forced[i] = f"anchor_every={every}"
-                count = 0
-
-    def _grow(self) -> tuple[dict[Any, Growth], int | None]:
-        growth: dict[Any, Growth] = {}
-        self.largest_growth = 1.0
-        limited = self.options.anchor_every is None
-        for i, node in enumerate(self.nodes):
-            outputs = node.block.outputs
-            if node.is_fork:
-                (v,), (_, _, difference) = node.block.inputs, self.kept_copies[i]
-                for k, copy in enumerate(outputs):
-                    growth[copy] = growth.get(v, Growth()) if k == difference else Growth()
-                continue
-            if self.source[i] != "vijp":
-                growth.update((v, Growth()) for v in outputs)
-                continue
-            arriving = Growth.worst(growth.get(v, Growth()) for v in self.through[i])
-            gain = self.gains[i]
-            assert gain is not None
-            step = self.scan_steps.get(i)
-            if isinstance(step, ScanStep):
-                leaving, largest = self._through_scan(step, arriving, gain)
-            else:
-                leaving = largest = arriving.times(gain)
-                if limited and leaving.factor > self.options.limit:
-                    return growth, self._cheapest(i)
-            growth.update((v, leaving) for v in outputs)
-            self.largest_growth = max(self.largest_growth, largest.factor)
-        return growth, None
-
-    def _cheapest(self, violated: int) -> int:
-        """Where to anchor so that node `violated` stays exact: the smallest state on the way, late."""
-        best, i = violated, violated
-        size = nbytes(*(v.aval for v in self.nodes[violated].block.outputs))
-        while True:
-            before = [self.maker.get(v) for v in self.through[i]]
-            if len(before) != 1 or before[0] is None:
-                return best
-            i = before[0]
-            if self.source[i] != "vijp" or self.nodes[i].is_scan:
-                return best
-            here = nbytes(*(v.aval for v in self.nodes[i].block.outputs))
-            if 2 * here <= size:  # clearly smaller, or not worth an earlier anchor
-                best, size = i, here
-
-    def _through_scan(self, step: ScanStep, arriving: Growth, layer: Gain) -> tuple[Growth, Growth]:
-        """Choose the scan's period; returns the growth at its end, and the largest inside."""
-        if self.options.anchor_every is not None:
-            step.period = self.options.anchor_every if self.options.anchor_every < step.length else None
-        else:
-            step.period = period_for(layer, arriving, step.length, self.options.limit)
-        # Inside a layer error may be larger than at its end.
-        inside = Growth(step.walk.growth, layer.mixes)
-        if step.period is None:
-            whole = arriving.times(Gain(_power(layer.factor, step.length), layer.mixes))
-            return whole, Growth.worst([whole, inside])
-        period = Growth(_power(layer.factor, step.period), layer.mixes)
-        rest = step.length % step.period or step.period
-        return Growth(_power(layer.factor, rest), layer.mixes), Growth.worst([period, inside])
-
-    # -- the steps ----------------------------------------------------------------------------------
-    def steps(self) -> list[Step]:
-        read = {v for n in self.nodes for v in n.block.operands}
-        result: list[Step] = []
-        for i, node in enumerate(self.nodes):
-            if node.is_aside:
-                aside = AsideStep(node, self.cut, "none", reason="no derivative")
-                aside.again = any(v in read or v in self.cut.results for v in node.block.exports)
-                result.append(aside)
-            elif node.is_fork:
-                fork = ForkStep(node, self.cut, "none", reason="a state with several readers")
-                fork.kept_copies, fork.given, fork.difference = self.kept_copies[i]
-                result.append(fork)
-            elif isinstance(self.scan_steps.get(i), ScanStep):
-                step = self.scan_steps[i]
-                assert isinstance(step, ScanStep)
-                step.source = "none" if self.source[i] == "none" else "vijp"
-                step.wants_ys = any(
-                    v in read or v in self.reader for v in step.eqn.outvars[step.body.counts.carry :]
-                )
-                result.append(step)
-            else:
-                reason = self._reason(i)
-                through = self.through[i] if self.source[i] == "vijp" else ()
-                if self.source[i] == "vijp" and through != node.block.inputs:
-                    rule, verdict = trunk.find_rule(restricted(node.block, through))
-                    node = replace(node, rule=rule, verdict=verdict)
-                gain = self.gains[i] or Gain(1.0, mixes=False)
-                step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
-                step.measured = i in self.measured
-                result.append(step)
-        return result
-
-    def _reason(self, i: int) -> str:
-        node, source = self.nodes[i], self.source[i]
-        if source == "vijp":
-            return node.verdict.reason
-        if source == "none":
-            return "no weight needs its cotangent"
-        if source == "given":
-            return "its cotangent is known"
-        if not node.block.inputs:
-            return "stem: its output's cotangent seeds the sweep"
-        if i in self.forced:
-            return self.forced[i]
-        if isinstance(self.scan_steps.get(i), str):
-            return str(self.scan_steps[i])
-        return node.verdict.reason
-
-
-def _too_large(factor: float) -> str:
-    if math.isinf(factor):
-        return (
-            "its gain is not bounded while tracing: declare the weight's structure, or plan with "
-            "concrete arguments"
-        )
-    return f"gain {factor:.3g} alone exceeds the tolerance"
-
-
-def _power(factor: float, exponent: int) -> float:
-    try:
-        return factor**exponent
-    except OverflowError:
-        return math.inf
-
-
-def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int | None:
-    """The longest uniform distance between anchors, preferring one that divides the length."""
-    grown = Growth(arriving.product * _power(layer.factor, length), layer.mixes or arriving.mixes)
-    if grown.factor <= limit:
-        return None
-    if layer.factor <= 1:
-        return length
-    longest = max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9)))
-    divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
-    if 5 * divisor >= 4 * longest:  # a last period that is shorter copies the weights
-        return divisor
-    return -(-length // -(-length // longest))  # as few anchors as that takes, evenly spread
-
-
-# --- scans ------------------------------------------------------------------------------------------
-
-
-def _plan_scan(
-    node: Node,
-    cut: Trunk,
-    options: Options,
-    book: Book,
-    envs: Sequence[Values] | None,
-    key: tuple[int, ...],
-) -> ScanStep | str:
-    """A scan as a step of a walk, or the reason why it cannot be one."""
-    inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
-    if any(compat.has_effects(e) and e.outvars for e in inner.eqns):
-        return "something inside it calls back to the host, which must happen once"
-    body = cut.memory.get(("body", node)) or scans.open_body(node, cut.fixed, cut.numbers)
-    cut.memory["body", node] = body
-    if isinstance(body, str):
-        return body
-    if not body.active:
-        return "no carry takes part in the derivative"
-    carry_out, ys = body.outputs
-    walk, growth = plan_walk(
-        body.trunk,
-        0,
-        len(body.trunk.nodes),
-        Options(options.limit),
-        wanted=carry_out,
-        given=ys,
-        book=book,
-        envs=book.layer_values(node, body, envs),
-        prefix=key,
-    )
-    # The carry's cotangents are compared once a layer; a difference inside may be lost on the way there.
-    walk.certify = options.certify and walk.has_difference
-    leaving = [growth[v] for v in carry_out if v in growth]
-    layer = Growth.worst(leaving)
-    step = ScanStep(
-        node,
-        cut,
-        "vijp",
-        node.block.inputs,
-        f"{node.block.eqns[0].params['length']} layers",
-        Gain(layer.product, layer.mixes, any(s.gain.assumed for s in walk.steps)),
-        body=body,
-        walk=walk,
-        certify=options.certify,
-    )
-    step.hoisted = _is_worth_hoisting(step)
-    return step
-
-
-def _layer_values(node: Node, body: scans.Body, envs: Sequence[Values] | None) -> list[Values] | None:
-    """What every layer of a scan can read, where that is known."""
-    (eqn,) = node.block.eqns
-    if not envs:
-        return None
-    result: list[Values] = []
-    stacked = body.counts.stacked
-    for env in envs:
-        outer = [v.val if hasattr(v, "val") else env.get(v) for v in eqn.invars]
-        for layer in range(eqn.params["length"]):
-            inner = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-            for i, (v, a) in enumerate(zip(body.jaxpr.invars, outer, strict=True)):
-                carried = body.counts.consts <= i < stacked
-                if a is not None and not carried and i not in body.volatile:
-                    inner[v] = a[layer] if i >= stacked else a
-            for e in (*body.trunk.data_side, *body.trunk.weight_side):
-                if not compat.has_effects(e) and all(hasattr(v, "val") or v in inner for v in e.invars):
-                    graph.run([e], inner)
-            result.append(inner)
-    return result
-
-
-def _is_worth_hoisting(step: ScanStep) -> bool:
-    """Whether the body's weight side is more than moving entries about, and depends on weights alone."""
-    side = step.weight_side
-    if side.is_trivial:
-        return False
-    parameters = {step.body.jaxpr.invars[i] for i in step.body.weights}
-    known = parameters | set(step.body.jaxpr.constvars) | step.body.trunk.numbers
-    made = {v for e in side.eqns for v in e.outvars}
-    if not step.is_light or side.silent or any(v in made for v in step.body.trunk.results):
-        return False
-    for e in side.eqns:
-        for v in e.invars:
-            if hasattr(v, "val"):
-                continue
-            if v not in made and v not in known:
-                return False
-    return any(trunk.is_heavy(e) or scans.costly_inside(e) for e in side.eqns)
-
-
-# --- segments -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -545,6 +43,7 @@ class NodeCost:
     transient: int = 0  # of such a scan: the residuals of one period
     carries: int = 0  # and the carries that it keeps
     stored: int = 0  # what storing keeps: less than all, where the state itself is less
+    gradients: int = 0  # of stacked weights, where they would otherwise not all exist at once
 
     @property
     def backprop(self) -> int:
@@ -554,11 +53,15 @@ class NodeCost:
     @property
     def full(self) -> int:
         """What differentiating the node by itself takes, at its best."""
-        return self.stored if self.period is None else self.carries + self.transient
+        kept = self.stored if self.period is None else self.carries + self.transient
+        return kept + self.gradients
 
 
-def node_costs(cut: Trunk) -> list[NodeCost]:
-    """M_x and M_θ of every node, by tracing its pullbacks."""
+def node_costs(cut: Trunk, *, fused: bool = False) -> list[NodeCost]:
+    """M_x and M_θ of every node, by tracing its pullbacks.
+
+    `fused`: gradients are applied as they come, but those of a scan that is not walked come at once.
+    """
     memory: dict[Any, NodeCost] = {}
     result = []
     for node in cut.nodes:
@@ -569,6 +72,8 @@ def node_costs(cut: Trunk) -> list[NodeCost]:
                 memory[key] = cost
         else:
             cost = memory[key]
+        if fused and node.is_scan:
+            cost = replace(cost, gradients=nbytes(*(v.aval for v in node.weights)))
         result.append(cost)
     return result
 
@@ -653,35 +158,111 @@ def choose_segments(
 ) -> Choice:
     """The cheapest way found; without `walks`, the cheapest mixture of storing and recomputing."""
     envs = None if book.values is None else [book.values]
-    live = live_bytes(cut)
     n = len(cut.nodes)
-    walked = []
+    steps: list[Step] = []
     if n and walks:
-        walk, _ = plan_walk(cut, 0, n, options, book=book, envs=envs)
-        walked = [
-            math.inf
-            if any(compat.has_effects(e) and e.outvars for e in s.block.eqns)
-            and not isinstance(s, ScanStep)
-            else s.kept_bytes + s.memo_bytes
-            for s in walk.steps
-        ]
+        steps = plan_walk(cut, 0, n, options, book=book, envs=envs)[0].steps
     best: Choice | None = None
+    chosen: list[Piece] = []
     for allowed in (True, False) if walks else (False,):
-        for limit in _transients(costs):
-            pieces = _segments(cut, costs, live, walked if allowed else None, limit)
-            if pieces is None:
+        walked = _Walked(steps, again=options.checkpoint == "auto") if allowed else None
+        for limit in _transients(costs, walked):
+            found = _segments(cut, costs, walked, limit)
+            if found is None:
                 continue
-            estimate = pieces[0]
+            estimate, pieces = found
             if best is not None and estimate >= best.total:
                 continue
-            choice = _realise(cut, pieces[1], costs, options, book)
+            choice = _realise(cut, pieces, costs, options, book)
             if best is None or choice.total < best.total:
-                best = choice
+                best, chosen = choice, pieces
     assert best is not None
+    if walks and options.checkpoint not in (None, "auto"):
+        return _realise(cut, _cut_walks(steps, chosen, options.checkpoint), costs, options, book)
     return best
 
 
-def _transients(costs: Sequence[NodeCost]) -> list[int]:
+def _cut_walks(steps: Sequence[Step], pieces: Sequence[Piece], count: int | str) -> list[Piece]:
+    """Walks in as many segments as the user asked for, of equally many layers."""
+    layers = [s.length if isinstance(s, ScanStep) else int(s.node.is_heavy) for s in steps]
+    depth = sum(layers)
+    names = {"sqrt": round(math.sqrt(depth)), "block": depth}
+    segments = names[count] if isinstance(count, str) else count
+    if segments > depth:
+        raise ValueError(
+            f"Moonwalk(checkpoint={count}): the network has {depth} layers, too few for {segments} "
+            "segments; ask for fewer, or for checkpoint='auto'"
+        )
+    every = -(-depth // max(1, segments))
+    result: list[Piece] = []
+    for piece in pieces:
+        if piece.kind != "walk":
+            result.append(piece)
+            continue
+        start, taken = piece.start, 0
+        for i in range(piece.start, piece.stop):
+            is_scan = isinstance(steps[i], ScanStep) and steps[i].source != "none"
+            if (is_scan or taken + layers[i] > every) and start < i:
+                result.append(Piece("rewalk", start, i))
+                start, taken = i, 0
+            taken += layers[i]
+            if is_scan:
+                result.append(Piece("rewalk", i, i + 1, evenly(layers[i], min(every, layers[i]))))
+                start, taken = i + 1, 0
+        if start < piece.stop:
+            result.append(Piece("rewalk", start, piece.stop))
+    return result
+
+
+class _Walked:
+    """What walking costs, node by node."""
+
+    def __init__(self, steps: Sequence[Step], *, again: bool):
+        """`again`: whether Phase I may be run again from the state at a segment's start."""
+        self.steps, self.again = steps, again
+        self.once = [s.node.calls_once and not isinstance(s, ScanStep) for s in steps]
+        self.bytes: list[float] = [
+            math.inf if once else s.kept_bytes + s.memo_bytes
+            for s, once in zip(steps, self.once, strict=True)
+        ]
+        # A scan is a segment, or several, by itself.
+        self.inner = [math.inf if isinstance(s, ScanStep) else b for s, b in self._pairs()]
+
+    def _pairs(self) -> Iterable[tuple[Step, float]]:
+        return zip(self.steps, self.bytes, strict=True)
+
+    def scan(self, i: int, limit: int) -> ScanWalk | None:
+        """A scan in segments that take no more than the limit while they are walked."""
+        step = self.steps[i]
+        if not isinstance(step, ScanStep) or step.source == "none":
+            return None
+        layer = max(1.0, (step.kept_bytes + step.layers_memo_bytes) / step.length)
+        every = evenly(step.length, max(1, min(step.length, int(limit / layer))))
+        if every == step.length:
+            # One segment saves nothing alone; of several scans, XLA would make room for all at once.
+            return None
+        return ScanWalk(step.trunk, i, i + 1, [step], every=every)
+
+    def limits(self) -> set[int]:
+        """Sizes of segments worth trying."""
+        if not self.again:
+            return set()
+        found: set[int] = set()
+        for step in self.steps:
+            if isinstance(step, ScanStep) and step.source != "none":
+                layer = (step.kept_bytes + step.layers_memo_bytes) / step.length
+                whole = range(1, step.length + 1)
+                found.update(math.ceil(layer * k) for k in whole if step.length % k == 0)
+        sizes = [b for b in self.inner if 0 < b < math.inf]
+        total = sum(sizes)
+        limit = float(max(sizes, default=0))
+        while sizes and limit < 2 * total:
+            found.add(int(limit))
+            limit *= 1.25
+        return found
+
+
+def _transients(costs: Sequence[NodeCost], walked: _Walked | None) -> list[int]:
     """Limits to try on what a recomputed stretch may take."""
     kept = sorted({c.full for c in costs if c.full})
     total = sum(c.full for c in costs)
@@ -690,43 +271,44 @@ def _transients(costs: Sequence[NodeCost]) -> list[int]:
     while kept and limit < total:
         limits.add(int(limit))
         limit *= 1.5
+    if walked is not None:
+        limits |= walked.limits()
     return sorted(limits)
 
 
+class Piece(NamedTuple):
+    """Consecutive nodes that become a segment."""
+
+    kind: str  # "walk", "store", "recompute", or "rewalk": a walk whose Phase I is run again
+    start: int
+    stop: int
+    every: int = 0  # of a scan in segments: their layers
+
+
 def _segments(
-    cut: Trunk,
-    costs: Sequence[NodeCost],
-    live: Sequence[int],
-    walked: Sequence[float] | None,
-    limit: int,
-) -> tuple[float, list[tuple[str, int, int]]] | None:
-    """Dynamic program: (bytes, pieces (kind, start, stop))."""
+    cut: Trunk, costs: Sequence[NodeCost], walked: _Walked | None, limit: int
+) -> tuple[float, list[Piece]] | None:
+    """Dynamic program: (bytes, pieces)."""
     n = len(costs)
+    live = live_bytes(cut)
     store = [c.full for c in costs]
     infinite = math.inf
     must_recompute = [node.checkpointed for node in cut.nodes]
     best = [infinite] * (n + 1)  # least bytes for the nodes before
     best[0] = 0
-    # What calls back must run once: it is stored, unless its scan is walked.
-    pinned = [any(compat.has_effects(e) and e.outvars for e in node.block.eqns) for node in cut.nodes]
     walking = [infinite] * (n + 1)  # the same, inside a walk
     walk_start = [0] * (n + 1)
-    back: list[tuple[str, int] | None] = [None] * (n + 1)
-    never = 1 << 62
-    sizes = [never if p else c.full for c, p in zip(costs, pinned, strict=True)]
-    prefix = list(itertools.accumulate(sizes, initial=0))
-    narrow = [
-        i
-        for i in range(n + 1)
-        if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
-    ]
-    starts = set(narrow)
-    window: list[int] = [0]
+    back: list[Piece | None] = [None] * (n + 1)
+    # What calls back must run once: it is stored, unless its scan is walked.
+    full = [infinite if node.calls_once else c.full for c, node in zip(costs, cut.nodes, strict=True)]
+    stretches = _Stretches(cut, full, live, limit)
+    again = _Stretches(cut, walked.inner, live, limit) if walked is not None and walked.again else None
+    spent: dict[int, int] = {}  # what a segment of a scan takes
     for j in range(1, n + 1):
         i = j - 1
         # store one node
         if not must_recompute[i] and best[i] + store[i] < best[j]:
-            best[j], back[j] = best[i] + store[i], ("store", i)
+            best[j], back[j] = best[i] + store[i], Piece("store", i, j)
         # walk it, going on or starting here
         if walked is not None:
             fresh = best[i] + (live[i] if i else 0)
@@ -734,80 +316,122 @@ def _segments(
                 walking_here, start = fresh, i
             else:
                 walking_here, start = walking[i], walk_start[i]
-            walking[j], walk_start[j] = walking_here + walked[i], start
+            walking[j], walk_start[j] = walking_here + walked.bytes[i], start
             if walking[j] < best[j]:
-                best[j], back[j] = walking[j], ("walk", start)
-        # recompute a stretch that ends here
-        while window and prefix[j] - prefix[window[0]] > limit:
-            window.pop(0)
-        for s in window:
-            cost = best[s] + (live[s] if s else 0)
-            if cost < best[j]:
-                best[j], back[j] = cost, ("recompute", s)
-        if j in starts:
-            window.append(j)
+                best[j], back[j] = walking[j], Piece("walk", start, j)
+            scan = walked.scan(i, limit) if walked.again else None
+            if scan is not None and best[i] + scan.start_bytes < best[j]:
+                best[j] = best[i] + scan.start_bytes
+                back[j] = Piece("rewalk", i, j, scan.every)
+                spent[i] = scan.kept_bytes
+        # recompute a stretch that ends here, or walk it after running it again
+        for kind, found in (("recompute", stretches), ("rewalk", again)):
+            for s in found.starts(j) if found is not None else ():
+                cost = best[s] + (live[s] if s else 0)
+                if cost < best[j]:
+                    best[j], back[j] = cost, Piece(kind, s, j)
     if math.isinf(best[n]):
         return None
-    pieces: list[tuple[str, int, int]] = []
+    pieces: list[Piece] = []
     j = n
     while j:
-        step = back[j]
-        assert step is not None
-        kind, i = step
-        pieces.append((kind, i, j))
-        j = i
-    pieces.reverse()
-    merged: list[tuple[str, int, int]] = []
-    for kind, i, j in pieces:
-        if merged and kind == "store" == merged[-1][0]:
-            merged[-1] = (kind, merged[-1][1], j)
+        piece = back[j]
+        assert piece is not None
+        pieces.append(piece)
+        j = piece.start
+    merged: list[Piece] = []
+    for piece in reversed(pieces):
+        if merged and piece.kind == "store" == merged[-1].kind:
+            merged[-1] = Piece("store", merged[-1].start, piece.stop)
         else:
-            merged.append((kind, i, j))
-    spent = max((prefix[j] - prefix[i] for kind, i, j in merged if kind == "recompute"), default=0)
-    return best[n] + spent, merged
+            merged.append(piece)
+    taken = [stretches.size(p.start, p.stop) for p in merged if p.kind == "recompute"]
+    if again is not None:
+        walks = [p for p in merged if p.kind == "rewalk"]
+        taken += [spent[p.start] if p.every else again.size(p.start, p.stop) for p in walks]
+    return best[n] + max(taken, default=0), merged
+
+
+class _Stretches:
+    """Where stretches may begin that end at a node and take no more than a limit."""
+
+    def __init__(self, cut: Trunk, sizes: Sequence[float], live: Sequence[int], limit: int):
+        never = 1 << 62
+        whole = [never if math.isinf(b) else int(b) for b in sizes]
+        self.prefix = list(itertools.accumulate(whole, initial=0))
+        self.limit = limit
+        n = len(cut.nodes)
+        self.narrow = {
+            i
+            for i in range(n + 1)
+            if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
+        }
+        self.window: list[int] = [0]
+
+    def size(self, start: int, stop: int) -> int:
+        return self.prefix[stop] - self.prefix[start]
+
+    def starts(self, stop: int) -> list[int]:
+        """Ask for every node in turn."""
+        while self.window and self.size(self.window[0], stop) > self.limit:
+            self.window.pop(0)
+        found = list(self.window)
+        if stop in self.narrow:
+            self.window.append(stop)
+        return found
 
 
 def _realise(
-    cut: Trunk,
-    pieces: Sequence[tuple[str, int, int]],
-    costs: Sequence[NodeCost],
-    options: Options,
-    book: Book,
+    cut: Trunk, pieces: Sequence[Piece], costs: Sequence[NodeCost], options: Options, book: Book
 ) -> Choice:
     """Segments with their true sizes."""
     envs = None if book.values is None else [book.values]
     segments: list[Segment] = []
     kept = transient = 0
     live = live_bytes(cut)
-    for kind, i, j in pieces:
-        if kind == "walk":
+    for kind, i, j, every in pieces:
+        if kind in ("walk", "rewalk"):
             walk, _ = plan_walk(cut, i, j, options, book=book, envs=envs)
+            walk.recomputed = kind == "rewalk"
+            # A scan in one segment is a walk like any other.
+            walk = _in_segments(walk, every, options) if 0 < every < walk.steps[0].length else walk
             segments.append(walk)
-            kept += walk.kept_bytes + (live[i] if i else 0)
+            start = live[i] if i else 0
+            if walk.recomputed:
+                transient = max(transient, walk.kept_bytes)
+                kept += walk.start_bytes if isinstance(walk, ScanWalk) else start
+            else:
+                kept += walk.kept_bytes + start
         else:
             periods = {k: c.period for k, c in enumerate(costs) if i <= k < j and c.period}
             plain = Plain(cut, i, j, periods)
             segments.append(plain)
             kept += plain.kept_bytes
             inner = max((costs[k].transient for k in periods), default=0)
+            inner += max(c.gradients for c in costs[i:j])
             transient = max(transient, plain.transient_bytes + inner)
     return Choice(segments, kept, transient)
 
 
-def weight_alarms(walk: Walk, envs: Sequence[Values], book: Book) -> Iterable[Alarm]:
-    """What the weights' values say against a walk: declarations that do not hold, zero pivots."""
-    for step in walk.steps:
-        if isinstance(step, ScanStep):
-            yield from weight_alarms(
-                step.walk, book.layer_values(step.node, step.body, envs) or (), book
-            )
-        elif isinstance(step, BlockStep) and step.source == "vijp" and step.node.rule is not None:
-            block = restricted(step.block, step.through)
-            for env in envs:
-                if all(v in env for v in block.operands):
-                    operands = [env[v] for v in block.operands]
-                    for alarm in step.node.rule.weight_alarms(block, operands):
-                        yield replace(alarm, place="\n  " + chain.place(block))
+def _in_segments(walk: Walk, every: int, options: Options) -> ScanWalk:
+    """A scan walked in segments, each from an exact cotangent."""
+    (step,) = walk.steps
+    layer = step.gain
+    if options.anchor_every is None:
+        step.period = period_for(layer, Growth(), every, options.limit)
+    span = min(every, step.period or every)
+    grown = Growth(power(layer.factor, span), layer.mixes).factor
+    inside = Growth(step.walk.growth, layer.mixes).factor
+    return ScanWalk(
+        walk.trunk,
+        walk.start,
+        walk.stop,
+        [step],
+        walk.given,
+        walk.certify,
+        max(grown, inside),
+        every=every,
+    )
 
 
 def default_tolerance(dtype: Any) -> float:
@@ -838,7 +462,9 @@ def _flat_equations(eqns: Iterable[Any]) -> Iterable[Any]:
             yield from _flat_equations(compat.open_jaxpr(e.params["jaxpr"])[0].eqns)
 
 
-def tolerance_of(cut: Trunk, method: Moonwalk, segments: Sequence[Segment], planned: float) -> float:
+def tolerance_of(
+    cut: Trunk, method: Moonwalk | PureForward, segments: Sequence[Segment], planned: float
+) -> float:
     """What a certificate is held to: a walk that loses nothing runs in the ambient precision."""
     lossless = all(s.growth <= 1 for s in segments if isinstance(s, Walk))
     if method.tolerance is None and method.walk_precision is None and lossless and runs_in_tf32(cut):
@@ -846,9 +472,12 @@ def tolerance_of(cut: Trunk, method: Moonwalk, segments: Sequence[Segment], plan
     return planned
 
 
-def options_for(cut: Trunk, method: Moonwalk, certify: bool) -> tuple[Options, float]:
+def options_for(cut: Trunk, method: Moonwalk | PureForward, certify: bool) -> tuple[Options, float]:
     """A method's settings on this network, and its tolerance."""
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
-    return Options(limit, method.anchor_every, certify, method.walk_precision), tolerance
+    options = Options(limit, certify=certify, precision=method.walk_precision)
+    if isinstance(method, Moonwalk):
+        options.anchor_every, options.checkpoint = method.anchor_every, method.checkpoint
+    return options, tolerance

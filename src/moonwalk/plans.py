@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import compat
-from .methods import Moonwalk
+from .methods import Moonwalk, PureForward
 from .planning import Choice, NodeCost, node_costs
 from .registry import Gain
 from .residuals import nbytes
+from .scan_walks import ScanWalk
 from .scans import ScanStep
 from .segments import Plain, live_bytes
 from .trunk import Node, Trunk
@@ -45,7 +46,7 @@ class Plan:
     """
 
     rows: tuple[Row, ...]
-    method: Moonwalk
+    method: Moonwalk | PureForward
     tolerance: float
     kept_bytes: int
     peak_bytes: int
@@ -54,11 +55,13 @@ class Plan:
     weight_side_bytes: int
     walked: int  # blocks whose output's cotangent is recovered
     anchors: int
+    segments: int  # walks, and parts of scans, whose Phase I is run again (`checkpoint=`)
     predicted_gain: float
     measured: bool  # whether a walk rests on measured gains
     checked: bool  # whether its walks are certified, asked or not
     signature: tuple[tuple[str, str], ...]
     gains: tuple[tuple[Any, Gain], ...]
+    jvps: int = 0  # that a seed takes (`PureForward`)
 
     @property
     def walks(self) -> bool:
@@ -118,6 +121,8 @@ def _table(plan: Plan) -> str:
     lines = [
         f"weight side {human(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
         f"{plan.walked} blocks walked, {plan.anchors} anchors"
+        + (f"; {plan.segments} segments run again" if plan.segments else "")
+        + (f"; a seed by {plan.jvps} jvps" if plan.jvps else "")
         + ("; gains measured" if plan.measured else "")
     ]
     header = ("block", "mode", "kept", "M_x", "M_θ", "gain", "why", "source")
@@ -151,7 +156,7 @@ def describe(
     choice: Choice,
     plain: Choice,
     costs: Sequence[NodeCost],
-    method: Moonwalk,
+    method: Moonwalk | PureForward,
     tolerance: float,
     signature: tuple[tuple[str, str], ...],
     gains: tuple[tuple[Any, Gain], ...],
@@ -162,7 +167,7 @@ def describe(
     for segment in choice.segments:
         if isinstance(segment, Walk):
             for i, step in enumerate(segment.steps):
-                rows += _step_rows(step, costs[segment.start + i])
+                rows += _step_rows(step, costs[segment.start + i], segment)
         else:
             rows += _plain_rows(segment, costs)
     working = max(live_bytes(cut), default=0) + WORKING * largest_state(cut)
@@ -180,6 +185,7 @@ def describe(
         walked=sum(s.source == "vijp" and not isinstance(s, ScanStep) for s in steps),
         anchors=sum(s.source == "anchor" and not s.is_stem for s in steps if not isinstance(s, ScanStep))
         + sum(s.period is not None for s in steps if isinstance(s, ScanStep)),
+        segments=sum(w.segments if isinstance(w, ScanWalk) else w.recomputed for w in walks),
         predicted_gain=max((w.growth for w in walks), default=1.0),
         measured=any(w.is_measured for w in walks),
         checked=any(w.certify for w in walks),
@@ -219,7 +225,7 @@ def _line(node: Node) -> str:
     return compat.source_line(node.block.eqns[-1])
 
 
-def _step_rows(step: Step, cost: NodeCost, depth: int = 0, times: int = 1) -> list[Row]:
+def _step_rows(step: Step, cost: NodeCost, walk: Walk, depth: int = 0, times: int = 1) -> list[Row]:
     node = step.node
     if node.is_aside:
         return []
@@ -239,10 +245,15 @@ def _step_rows(step: Step, cost: NodeCost, depth: int = 0, times: int = 1) -> li
         size -= step.length * inner
         if step.period is not None:
             why += f", an anchor every {step.period}"
+        if isinstance(walk, ScanWalk):
+            size = walk.start_bytes
+            why += f", {walk.segments} segments of {walk.every}"
+    elif walk.recomputed:
+        why += "; Phase I run again"
     rows = [Row(node.describe(), _line(node), mode, size, gain, why, m_x, m_theta, depth, times)]
     if isinstance(step, ScanStep):
         for inner_step, inner_cost in zip(step.walk.steps, node_costs(step.body.trunk), strict=True):
-            rows += _step_rows(inner_step, inner_cost, depth + 1, step.length)
+            rows += _step_rows(inner_step, inner_cost, step.walk, depth + 1, step.length)
     return rows
 
 

@@ -8,149 +8,23 @@ not divide form a shorter last period.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from . import certificate, compat, graph, staging, trunk
+from . import certificate, compat, graph
+from .bodies import Body
 from .compat import Literal
-from .partition import active_variables, is_differentiable
+from .ledger import Gradients, Layers, Ledger, take
 from .residuals import nbytes
 from .sides import DataSide, WeightSide
-from .trunk import Node, Trunk
-from .walks import Env, Gradients, Step, Swept, Walk, add_gradients, as_cotangent
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Body:
-    """The body of a scan as a trunk of its own, and how its inputs are grouped."""
-
-    jaxpr: Any
-    consts: tuple[Any, ...]
-    trunk: Trunk
-    counts: compat.ScanCounts
-    active: tuple[int, ...]  # carries that carry a cotangent
-    active_ys: tuple[int, ...]  # stacked outputs that do
-    weights: tuple[int, ...]  # inputs (consts or xs) whose gradient is wanted
-    volatile: tuple[int, ...]  # inputs that Phase II cannot read
-
-    @property
-    def outputs(self) -> tuple[list[Any], list[Any]]:
-        """The trunk's outputs: (active carries, active ys)."""
-        found = list(self.trunk.outputs)
-        return found[: len(self.active)], found[len(self.active) :]
-
-
-def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = frozenset()) -> Body | str:
-    """The body of a scan node, or the reason why it cannot be walked.
-
-    `numbers`: variables that are neither weights nor data.
-    """
-    block, (eqn,) = node.block, node.block.eqns
-    counts = compat.scan_counts(eqn)
-    num_consts, num_carry = counts
-    carries = range(num_consts, num_consts + num_carry)
-    for i, v in enumerate(eqn.invars):
-        if not isinstance(v, Literal) and v in block.inputs and i not in carries:
-            return "a state enters the scan as a constant or as scanned-over data, not as its carry"
-    closed = eqn.params["jaxpr"]
-    inner, _ = compat.open_jaxpr(closed)
-    jaxpr, consts = staging.flatten_calls(closed, [graph.struct(v) for v in inner.invars])
-    weights = [i for i, v in enumerate(eqn.invars) if _in(v, node.weights) and i not in carries]
-    if any(_in(v, node.weights) and i in carries for i, v in enumerate(eqn.invars)):
-        return "a carry starts from a weight"
-    states = [v for v in eqn.invars[num_consts : num_consts + num_carry] if _in(v, block.inputs)]
-    if len(set(states)) < len(states):
-        return "one state enters the scan as two carries"
-    ys = [k for k, v in enumerate(eqn.outvars[num_carry:]) if v in block.outputs]
-    final = [j for j, v in enumerate(eqn.outvars[:num_carry]) if v in block.outputs]
-    start = [j for j in range(num_carry) if _in(eqn.invars[num_consts + j], block.inputs)]
-    active = _active_carries(jaxpr, num_consts, num_carry, weights, start, final, ys)
-    outputs = [jaxpr.outvars[j] for j in active] + [jaxpr.outvars[num_carry + k] for k in ys]
-    if any(isinstance(v, Literal) for v in outputs):
-        return "a carry is overwritten by a constant"
-    if not set(start) <= set(active):
-        return "a state enters the scan and is not used"
-    in_carry = jaxpr.invars[num_consts : num_consts + num_carry]
-    volatile = [num_consts + j for j in range(num_carry) if j not in active]
-    volatile += [
-        i
-        for i, v in enumerate(eqn.invars)
-        if i not in carries and not isinstance(v, Literal) and v not in fixed
-    ]
-    plain = [i for i in range(num_consts) if i not in weights and i not in volatile]
-    unread = [i for i in plain if isinstance(eqn.invars[i], Literal) or eqn.invars[i] in numbers]
-    cut = trunk.build(
-        jaxpr,
-        state=[in_carry[j] for j in active],
-        weights=[jaxpr.invars[i] for i in weights],
-        outputs=outputs,
-        volatile=[jaxpr.invars[i] for i in volatile],
-        constants=trunk.small(jaxpr.constvars) + trunk.small(jaxpr.invars[i] for i in unread),
-        **graph.facts_inside_scan(block, jaxpr, consts),
-    )
-    on_way = {v for n in cut.nodes for v in n.block.outputs} | set(cut.state)
-    if any(v not in on_way for v in cut.outputs[: len(active)]):
-        # Its cotangent ends in the loop, layer after layer: no sweep could bring it back.
-        return "a carry is overwritten by what does not depend on the state"
-    return Body(
-        jaxpr,
-        tuple(consts),
-        cut,
-        counts,
-        tuple(active),
-        tuple(ys),
-        tuple(weights),
-        tuple(volatile),
-    )
-
-
-def _in(v: Any, variables: Sequence[Any]) -> bool:
-    return not isinstance(v, Literal) and v in variables
-
-
-def _active_carries(
-    jaxpr: Any,
-    num_consts: int,
-    num_carry: int,
-    weights: Sequence[int],
-    start: Sequence[int],
-    final: Sequence[int],
-    ys: Sequence[int],
-) -> list[int]:
-    """Carries on a differentiable way from a weight or a state to an output, round the loop."""
-    ins = jaxpr.invars[num_consts : num_consts + num_carry]
-    outs = jaxpr.outvars[:num_carry]
-    sources = [jaxpr.invars[i] for i in weights]
-    every = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
-
-    def grow(found: set[int], reached: Any) -> set[int]:
-        while True:
-            more = found | reached(found)
-            if more == found:
-                return found
-            found = more
-
-    def forward(found: set[int]) -> set[int]:
-        on = active_variables(jaxpr.eqns, [*sources, *(ins[j] for j in found)], every)
-        return {
-            j
-            for j, v in enumerate(outs)
-            if not isinstance(v, Literal) and v in on and is_differentiable(v.aval)
-        }
-
-    stacked = [jaxpr.outvars[num_carry + k] for k in ys]
-
-    def backward(found: set[int]) -> set[int]:
-        sinks = [v for v in (*stacked, *(outs[j] for j in found)) if not isinstance(v, Literal)]
-        on = active_variables(jaxpr.eqns, [*sources, *ins], sinks)
-        return {j for j, v in enumerate(ins) if v in on and is_differentiable(v.aval)}
-
-    return sorted(grow(set(start), forward) & grow(set(final), backward))
+from .trunk import Node
+from .walks import Env, Step, Walk, as_cotangent
 
 
 @dataclass(eq=False, repr=False)
@@ -173,7 +47,7 @@ class ScanStep(Step):
         self.data_side = DataSide(body.trunk, results)
         # Carries that are part of the state only inside: the data's own, at the start of a network.
         self.seeded = [
-            j for j in body.active if not _in(eqn.invars[body.counts.consts + j], self.block.inputs)
+            j for j in body.active if eqn.invars[body.counts.consts + j] not in self.block.inputs
         ]
         ins = body.jaxpr.invars[body.counts.consts : body.counts.stacked]
         self.ins, self.h_ins = ins, [ins[j] for j in body.active]
@@ -201,17 +75,19 @@ class ScanStep(Step):
         return self.length * sum(s.kept_bytes for s in self.walk.steps)
 
     @property
-    def memo_bytes(self) -> int:
+    def layers_memo_bytes(self) -> int:
+        """Of what Phase II keeps, that which grows with the layers."""
         inner = self.length * sum(s.memo_bytes for s in self.walk.steps)
         anchors = 0 if self.period is None else -(-self.length // self.period) * self.carry_bytes
+        return inner + anchors
+
+    @property
+    def memo_bytes(self) -> int:
         seeds = nbytes(*(self.ins[j].aval for j in self.seeded))
         ys = self.eqn.outvars[self.body.counts.carry :]
         given = nbytes(*(ys[k].aval for k in self.body.active_ys))
         hoisted = self.length * self.operand_bytes if self.hoisted else 0
-        copied = 0
-        if self.period is not None and self.length % self.period:  # the shorter last period is cut off
-            copied = nbytes(*(v.aval for v in self.eqn.invars if _in(v, self.node.weights)))
-        return inner + anchors + seeds + given + hoisted + copied
+        return self.layers_memo_bytes + seeds + given + hoisted
 
     @property
     def operand_bytes(self) -> int:
@@ -224,14 +100,44 @@ class ScanStep(Step):
         once, before the loop, costs little memory and saves its latency in every layer."""
         return self.operand_bytes <= self.carry_bytes
 
+    # -- weights ---------------------------------------------------------------------------------
+    def _outer(self, operands: Iterable[Any]) -> tuple[Any, ...]:
+        """The scan's own operands whose gradients follow from those of operands inside."""
+        reached = set(self.weight_side.sources(operands))
+        body = self.body
+        found = [self.eqn.invars[i] for i in body.weights if body.jaxpr.invars[i] in reached]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def inner_in_back(self) -> tuple[Any, ...]:
+        """Operands in the body whose gradients Phase II finds: stems', and outputs of weights alone."""
+        found = [v for s in self.walk.steps for v in s.weights_in_back]
+        found += [v for v in self.body.outputs[1] if v in self.body.trunk.weights]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def inner_in_sweep(self) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(v for s in self.walk.steps for v in s.weights_in_sweep))
+
+    @property
+    def weights_in_back(self) -> tuple[Any, ...]:
+        return self._outer(self.inner_in_back)
+
+    @property
+    def weights_in_sweep(self) -> tuple[Any, ...]:
+        return () if self.source == "none" else self._outer(self.inner_in_sweep)
+
     # -- values ----------------------------------------------------------------------------------
-    def _inputs(self, fixed: Env, x: Env) -> tuple[list[Any], list[Any], list[Any]]:
+    def operands_of(self, fixed: Env, x: Env) -> tuple[Operands, list[Any]]:
+        """(what all layers read, the carry at the start)."""
+
         def value(v: Any) -> Any:
             if isinstance(v, Literal):
                 return compat.literal(v)
             return fixed[v] if v in fixed else x.get(v)
 
-        return self.body.counts.groups([value(v) for v in self.eqn.invars])
+        consts, carry, xs = self.body.counts.groups([value(v) for v in self.eqn.invars])
+        return Operands(consts, xs, *self._hoist(consts, xs)), carry
 
     def _hoist(self, consts: Sequence[Any], xs: Sequence[Any]) -> Any:
         """Weight-side values of all layers in one batched call, and their pullback."""
@@ -280,144 +186,260 @@ class ScanStep(Step):
         known = {**fixed, **x}
         return [graph.read(known, v) for v in self.body.jaxpr.outvars]
 
-    def _scan(self, step: Any, carry: Any, xs: Any, *, backward: bool = False, length: Any) -> Any:
-        return lax.scan(step, carry, xs, length=length, reverse=self.reverse != backward)
+    def scan(self, step: Any, carry: Any, xs: Any = None, *, backward: bool = False, length: int) -> Any:
+        """A loop over `length` places in the scan's order (or backward): step(carry, place, xs).
 
-    # -- the phases ------------------------------------------------------------------------------
-    def keep(self, fixed: Env, x: Env) -> Any:
-        consts, carry, xs = self._inputs(fixed, x)
-        made, _ = self._hoist(consts, xs)
+        The place is counted in the carry. Read from an array of places, XLA would not know it for the
+        loop's own counter.
+        """
+        down = self.reverse != backward
+
+        def body(carry: Any, xs: Any) -> Any:
+            count, carry = carry
+            carry, ys = step(carry, length - 1 - count if down else count, xs)
+            return (count + 1, carry), ys
+
+        (_, carry), ys = lax.scan(body, (np.int32(0), carry), xs, length=length, reverse=down)
+        return carry, ys
+
+    # -- loops over some of the layers ---------------------------------------------------------------
+    # Layers are `first` + 0 … count−1. What belongs to all layers is read by the layer's number, what a
+    # phase of these layers made by its place among them; as scanned-over inputs of nested loops either
+    # would be copied.
+    def forward(
+        self,
+        operands: Operands,
+        carry: Any,
+        layers: tuple[Any, int],
+        *,
+        keep: bool = True,
+        again: bool = False,
+    ) -> Any:
+        """Phase I: (carry, ys, what is kept). `again`: what prints or calls back has done so."""
+        first, count = layers
         retain = frozenset(v for v in self.body.jaxpr.outvars if not isinstance(v, Literal))
         split = self.body.counts.carry
 
-        def step(carry: Any, inputs: Any) -> Any:
-            xs, made = inputs
-            env = self._fixed(consts, xs, made, first=True)
-            state = self._layer_x(consts, carry, xs)
-            kept = self.walk.phase_one(env, state, retain)
+        def step(carry: Any, place: Any, _: Any) -> Any:
+            xs, made = operands.layer(first + place), take(operands.made, first + place)
+            env = self._fixed(operands.consts, xs, made, first=not again)
+            state = self._layer_x(operands.consts, carry, xs)
+            kept = self.walk.phase_one(env, state, retain, keep=keep, again=again)
             out = self._results(env, state)
             return out[:split], (out[split:], kept)
 
-        last, (ys, kept) = self._scan(step, carry, (xs, made), length=self.length)
-        x.update((v, a) for v, a in zip(self.eqn.outvars, (*last, *ys), strict=True))
-        return kept
+        last, (ys, kept) = self.scan(step, carry, length=count)
+        return last, ys, kept
 
-    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
-        body = self.body
-        consts, _, xs = self._inputs(fixed, {})
-        made, pull = self._hoist(consts, xs)
-        outs = self.eqn.outvars
-        h_ys = [h.pop(outs[body.counts.carry + k]) for k in body.active_ys]
-        h_last = []
-        for j in body.active:
-            found = h.pop(outs[j], None)
-            found = compat.full(self.ins[j].aval, 0.0) if found is None else found
-            h_last.append(as_cotangent(self.ins[j], found))
-        out_carry, out_ys = body.outputs
+    def backward(
+        self, operands: Operands, kept: Any, h_carry: Any, h_ys: Any, layers: Any, sums: Sums, total: Any
+    ) -> Any:
+        """Phase II: (h at the start, gradients so far, memo)."""
+        first, count = layers
+        out_carry, out_ys = self.body.outputs
 
-        def step(carry: Any, inputs: Any) -> Any:
+        def step(carry: Any, place: Any, _: Any) -> Any:
             h_carry, total = carry
-            xs, made, kept, h_ys = inputs
-            env = self._fixed(consts, xs, made)
-            layer = {}
-            for v, a in zip((*out_carry, *out_ys), (*h_carry, *h_ys), strict=True):
-                layer[v] = a
-            samples = [certificate.sample(a) for a in h_carry] if self.certify else ()
-            memos, inner, found = self.walk.phase_two(env, kept, layer)
+            i = first + place
+            xs, (made, h_layer) = operands.layer(i), take((operands.made, h_ys), i)
+            env = self._fixed(operands.consts, xs, made)
+            layer = dict(zip((*out_carry, *out_ys), (*h_carry, *h_layer), strict=True))
+            samples = self._samples(h_carry)
+            found = Ledger()
+            memos, inner = self.walk.phase_two(env, take(kept, place), layer, found)
             # An output of weights alone is read by no node: its cotangent is its gradient.
-            for v, a in zip(out_ys, h_ys, strict=True):
-                if v in body.trunk.weights:
-                    add_gradients(found, {v: a})
-            total, per_layer = self._share(env, found, total, made)
-            return ([layer[v] for v in self.h_ins], total), (memos, (samples, inner), per_layer)
+            found.add(
+                {v: a for v, a in zip(out_ys, h_layer, strict=True) if v in self.body.trunk.weights}
+            )
+            total = sums.add(total, i, env, found.found)
+            return ([layer[v] for v in self.h_ins], total), (memos, (samples, inner))
 
-        start = (h_last, self._zero_totals(consts, made))
-        (h_first, total), (memos, samples, per_layer), anchors = self._in_periods(
-            step, start, (xs, made, kept, h_ys)
-        )
-        for j, value in zip(body.active, h_first, strict=True):
-            v = self.eqn.invars[body.counts.consts + j]
-            if j not in self.seeded:
-                h[v] = value if v not in h else h[v] + value
-        seeds = [h_first[body.active.index(j)] for j in self.seeded]
-        gradients = self._collect(total, per_layer, pull)
-        return (memos, samples, anchors, seeds, h_ys), gradients
-
-    def _in_periods(self, step: Any, start: Any, inputs: Any) -> Any:
-        """Phase II: reverse over periods, handing out the cotangent at the start of each."""
-        if self.period is None:
-            last, outs = self._scan(step, start, inputs, backward=True, length=self.length)
-            return last, outs, None
-        (periods, main), (short, rest) = self._split(inputs)
-        anchors_rest = outs_rest = None
-        carry = start
+        carry = (h_carry, total)
+        if self.period is None or self.period >= count:
+            (h_first, total), memo = self.scan(step, carry, backward=True, length=count)
+            return h_first, total, (memo, None, None)
+        size, (periods, short, start, rest) = self.period, self._in_periods(count)
+        rest_memo = rest_anchors = None
         if short:
-            carry, outs_rest = self._scan(step, carry, rest, backward=True, length=short)
-            anchors_rest = carry[0]
+            carry, rest_memo = self.scan(_from(rest, step), carry, backward=True, length=short)
+            rest_anchors = carry[0]
 
-        def outer(carry: Any, inputs: Any) -> Any:
-            carry, outs = self._scan(step, carry, inputs, backward=True, length=self.period)
-            return carry, (outs, carry[0])
+        def period(carry: Any, number: Any, _: Any) -> Any:
+            inner = _from(start + number * size, step)
+            carry, memo = self.scan(inner, carry, backward=True, length=size)
+            return carry, (memo, carry[0])
 
-        carry, (outs, anchors) = self._scan(outer, carry, main, backward=True, length=periods)
-        return carry, self._joined(outs, outs_rest), (anchors, anchors_rest)
+        carry, (memo, anchors) = self.scan(period, carry, backward=True, length=periods)
+        h_first, total = carry
+        return h_first, total, (memo, anchors, (rest_memo, rest_anchors))
 
-    def _split(self, tree: Any) -> Any:
-        """((periods, [periods, K, …]), (rest, [rest, …])) of stacked arrays, in the scan's order."""
+    def _in_periods(self, count: int) -> tuple[int, int, int, int]:
+        """(whole periods, layers of the shorter last one, first place of the former, of the latter)."""
         assert self.period is not None
-        periods, short = divmod(self.length, self.period)
-        cut = short if self.reverse else self.length - short
+        periods, short = divmod(count, self.period)
+        return (periods, short, short, 0) if self.reverse else (periods, short, 0, count - short)
 
-        def take(a: Any) -> tuple[Any, Any]:
-            first, second = a[:cut], a[cut:]
-            main, rest = (second, first) if self.reverse else (first, second)
-            return main.reshape((periods, self.period, *a.shape[1:])), rest
+    def onward(
+        self,
+        operands: Operands,
+        kept: Any,
+        memo: Any,
+        factors: Any,
+        x_carry: Any,
+        h_carry: Any,
+        h_ys: Any,
+        layers: Any,
+        sums: Sums,
+        total: Any,
+        worst: Any,
+    ) -> Any:
+        """Phase III: (x, h at the end, gradients so far, largest error so far, ys)."""
+        first, count = layers
+        out_carry, out_ys = self.body.outputs
+        split = self.body.counts.carry
 
-        leaves, structure = jax.tree.flatten(tree)
-        pairs = [
-            take(a) if short else (a.reshape((periods, self.period, *a.shape[1:])), None) for a in leaves
-        ]
-        main = jax.tree.unflatten(structure, [p[0] for p in pairs])
-        rest = jax.tree.unflatten(structure, [p[1] for p in pairs]) if short else None
-        return (periods, main), (short, rest)
+        def step(carry: Any, place: Any, memo: Any) -> Any:
+            x_carry, h_carry, total, worst, before = carry
+            memos, (samples, inner) = memo
+            i = first + place
+            # Compared at the start of the next layer, where h is a carry and exists anyhow: a
+            # comparison at the end of its own layer would keep one more h alive.
+            worst = self._compared(worst, h_carry, before)
+            made, h_layer = take((operands.made, h_ys), i)
+            xs = operands._replace(newer=(sums, total)).layer(i)
+            env = self._fixed(operands.consts, xs, made)
+            state = self._layer_x(operands.consts, x_carry, xs)
+            layer = dict(zip(self.h_ins, h_carry, strict=True))
+            layer.update(zip(out_ys, h_layer, strict=True))
+            ready = [
+                s.prepare(env) if f is None else take(f, i)
+                for s, f in zip(self.walk.steps, factors, strict=True)
+            ]
+            found = Ledger()
+            held = None if kept is None else take(kept, place)
+            errors = self.walk.phase_three(
+                env, held, memos, inner, ready, state, layer, found, whole=True
+            )
+            if errors:
+                worst = jnp.maximum(worst, certificate.worst(errors))
+            total = sums.add(total, i, env, found.found)
+            out = self._results(env, state)
+            new_h = [layer[v] for v in out_carry]
+            ys = out[split:] if self.wants_ys else ()
+            return (out[:split], new_h, total, worst, samples), ys
 
-    def _joined(self, main: Any, rest: Any) -> Any:
-        """The inverse of `_split` on outputs."""
+        memo, anchors, rest = memo
+        if anchors is None:
+            carry = (x_carry, h_carry, total, worst, self._samples(h_carry))
+            carry, ys = self.scan(step, carry, memo, length=count)
+        else:
+            periods, short, start, rest_start = self._in_periods(count)
+            size = self.period or count
+
+            def from_anchor(carry: Any, anchor: Any) -> Any:
+                x_carry, h_carry, total, worst, before = carry
+                worst = self._compared(worst, h_carry, before)
+                return (x_carry, anchor, total, worst, self._samples(anchor))
+
+            def period(carry: Any, number: Any, inputs: Any) -> Any:
+                memo, anchor = inputs
+                inner = _from(start + number * size, step)
+                return self.scan(inner, from_anchor(carry, anchor), memo, length=size)
+
+            zeros = [jnp.zeros_like(a[0]) for a in anchors]
+            carry = (x_carry, zeros, total, worst, self._samples(zeros))
+            carry, ys = self.scan(period, carry, (memo, anchors), length=periods)
+            ys_rest = None
+            if short:
+                rest_memo, anchor = rest
+                inner = _from(rest_start, step)
+                carry, ys_rest = self.scan(inner, from_anchor(carry, anchor), rest_memo, length=short)
+            ys = self.joined(ys, ys_rest)
+        last, h_last, total, worst, before = carry
+        return last, h_last, total, self._compared(worst, h_last, before), ys
+
+    def joined(self, main: Any, rest: Any) -> Any:
+        """Outputs of periods and of the shorter last one, as those of one loop."""
         flat = jax.tree.map(lambda a: a.reshape((-1, *a.shape[2:])), main)
         if rest is None:
             return flat
         order = (lambda a, b: [b, a]) if self.reverse else (lambda a, b: [a, b])
         return jax.tree.map(lambda a, b: jnp.concatenate(order(a, b)), flat, rest)
 
+    # -- the phases ------------------------------------------------------------------------------
+    def run(self, fixed: Env, x: Env, *, again: bool = False) -> None:
+        operands, carry = self.operands_of(fixed, x)
+        last, ys, _ = self.forward(operands, carry, (0, self.length), keep=False, again=again)
+        x.update(zip(self.eqn.outvars, (*last, *ys), strict=True))
+
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
+        operands, carry = self.operands_of(fixed, x)
+        last, ys, kept = self.forward(operands, carry, (0, self.length), again=again)
+        x.update(zip(self.eqn.outvars, (*last, *ys), strict=True))
+        return kept
+
+    def keep_late(self, fixed: Env, x: Env) -> Any:
+        return None  # its layers are linearised one by one
+
+    def arriving(self, h: Env) -> tuple[list[Any], list[Any]]:
+        """Cotangents of the scan's results, taken from `h`: (of the carry, of the stacked outputs)."""
+        outs, body = self.eqn.outvars, self.body
+        h_ys = [h.pop(outs[body.counts.carry + k]) for k in body.active_ys]
+        h_last = []
+        for j in body.active:
+            found = h.pop(outs[j], None)
+            found = compat.full(self.ins[j].aval, 0.0) if found is None else found
+            h_last.append(as_cotangent(self.ins[j], found))
+        return h_last, h_ys
+
+    def leaving(self, h: Env, h_first: Sequence[Any]) -> None:
+        """Cotangents of the carry's start, handed to `h`."""
+        for j, value in zip(self.body.active, h_first, strict=True):
+            v = self.eqn.invars[self.body.counts.consts + j]
+            if j not in self.seeded:
+                h[v] = value if v not in h else h[v] + value
+
+    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+        operands, _ = self.operands_of(fixed, {})
+        h_last, h_ys = self.arriving(h)
+        sums = Sums(self, operands, self.inner_in_back)
+        h_first, total, memo = self.backward(
+            operands, kept, h_last, h_ys, (0, self.length), sums, sums.start()
+        )
+        self.leaving(h, h_first)
+        seeds = [h_first[self.body.active.index(j)] for j in self.seeded]
+        out.add(sums.finish(total))
+        return memo, seeds, h_ys
+
+    def no_memo(self, seeds: Sequence[Any] = ()) -> Any:
+        steps = self.walk.steps
+        layer = ([s.no_memo() for s in steps], ((), [()] * len(steps)))
+        return (layer, None, None), list(seeds), []
+
     def prepare(self, fixed: Env) -> Any:
         """Factors that need a solve, for all layers in one batched call; None: made in the loop."""
         if not self.is_light:
             return None
-        consts, _, xs = self._inputs(fixed, {})
-        if any(
-            xs[i - self.body.counts.stacked] is None
-            for i in self.body.volatile
-            if i >= self.body.counts.stacked
-        ):
+        operands, _ = self.operands_of(fixed, {})
+        stacked = self.body.counts.stacked
+        if any(operands.xs[i - stacked] is None for i in self.body.volatile if i >= stacked):
             return None
-        made, _ = self._hoist(consts, xs)
 
         def layer(xs: Any, made: Any) -> Any:
-            env = self._fixed(consts, xs, made)
+            env = self._fixed(operands.consts, xs, made)
             return [
                 s.prepare(env) if i < self.walk.end and is_costly(s, env) else None
                 for i, s in enumerate(self.walk.steps)
             ]
 
-        return jax.vmap(layer, axis_size=self.length)(xs, made)
+        return jax.vmap(layer, axis_size=self.length)(operands.xs, operands.made)
 
-    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+    def sweep(
+        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
+    ) -> list[Any]:
         body = self.body
-        memos, samples, anchors, seeds, h_ys = memo
-        consts, carry, xs = self._inputs(fixed, x)
-        made, pull = self._hoist(consts, xs)
-        out_carry, out_ys = body.outputs
-        split = body.counts.carry
+        memo, seeds, h_ys = memo
+        operands, carry = self.operands_of(fixed, x)
         arriving = []
         for j in body.active:
             if j in self.seeded:
@@ -425,74 +447,23 @@ class ScanStep(Step):
             else:
                 v = self.eqn.invars[body.counts.consts + j]
                 arriving.append(h.pop(v, None))
-        wants_ys = self.wants_ys
-
-        def step(carry: Any, inputs: Any) -> Any:
-            x_carry, h_carry, total, worst, before = carry
-            xs, made, kept, memos, (samples, inner), factors, h_ys = inputs
-            # Compared at the start of the next layer, where h is a carry and exists anyhow: a
-            # comparison at the end of its own layer would keep one more h alive.
-            worst = self._compared(worst, h_carry, before)
-            env = self._fixed(consts, xs, made)
-            state = self._layer_x(consts, x_carry, xs)
-            layer = dict(zip(self.h_ins, h_carry, strict=True))
-            layer.update(zip(out_ys, h_ys, strict=True))
-            ready = [
-                s.prepare(env) if f is None else f for s, f in zip(self.walk.steps, factors, strict=True)
-            ]
-            found, errors = self.walk.phase_three(
-                env, kept, memos, inner, ready, state, layer, whole=True
-            )
-            if errors:
-                worst = jnp.maximum(worst, certificate.worst(errors))
-            total, per_layer = self._share(env, found, total, made)
-            out = self._results(env, state)
-            new_h = [layer[v] for v in out_carry]
-            return (out[:split], new_h, total, worst, samples), (
-                per_layer,
-                out[split:] if wants_ys else (),
-            )
-
+        sums = Sums(self, operands, self.inner_in_sweep, out, apart=self.weights_in_back)
         factors = [None] * len(self.walk.steps) if factors is None else factors
-        inputs = (xs, made, kept, memos, samples, factors, h_ys)
-        total = self._zero_totals(consts, made)
-        worst = compat.varying_zero((consts, carry, arriving, inputs), jnp.float32)
-        if self.period is None:
-            before = self._samples(arriving)
-            carry = (carry, arriving, total, worst, before)
-            carry, (per_layer, ys) = self._scan(step, carry, inputs, length=self.length)
-        else:
-            (periods, main), (short, rest) = self._split(inputs)
-            main_anchors, rest_anchors = anchors
-
-            def outer(carry: Any, inputs: Any) -> Any:
-                inputs, anchor = inputs
-                x_carry, h_carry, total, worst, before = carry
-                worst = self._compared(worst, h_carry, before)
-                carry = (x_carry, anchor, total, worst, self._samples(anchor))
-                return self._scan(step, carry, inputs, length=self.period)
-
-            first = [jnp.zeros_like(a[0]) for a in main_anchors]
-            carry = (carry, first, total, worst, self._samples(first))
-            carry, outs = self._scan(outer, carry, (main, main_anchors), length=periods)
-            outs_rest = None
-            if short:
-                x_carry, h_carry, total, worst, before = carry
-                worst = self._compared(worst, h_carry, before)
-                carry = (x_carry, rest_anchors, total, worst, self._samples(rest_anchors))
-                carry, outs_rest = self._scan(step, carry, rest, length=short)
-            per_layer, ys = self._joined(outs, outs_rest)
-        last, h_last, total, worst, before = carry
-        worst = self._compared(worst, h_last, before)
-        for j, v in enumerate(self.eqn.outvars[:split]):
-            x[v] = last[j]
+        worst = compat.varying_zero((operands[:3], carry, arriving, kept, memo, h_ys), jnp.float32)
+        last, h_last, total, worst, ys = self.onward(
+            *(operands, kept, memo, factors, carry, arriving, h_ys),
+            *((0, self.length), sums, sums.start(), worst),
+        )
+        split = body.counts.carry
+        x.update(zip(self.eqn.outvars[:split], last, strict=True))
         for j, value in zip(body.active, h_last, strict=True):
             h[self.eqn.outvars[j]] = value
         for k, value in zip(body.active_ys, h_ys, strict=True):
             h[self.eqn.outvars[split + k]] = value
-        if wants_ys:
+        if self.wants_ys:
             x.update(zip(self.eqn.outvars[split:], ys, strict=True))
-        return self._collect(total, per_layer, pull), [worst] if self.certify else []
+        out.add(sums.finish(total))
+        return [worst] if self.certify else []
 
     def _samples(self, h: Sequence[Any]) -> Any:
         return [certificate.sample(a) for a in h] if self.certify else ()
@@ -507,52 +478,120 @@ class ScanStep(Step):
 
     wants_ys = False  # whether Phase III must stack the outputs again for a later node
 
-    # -- gradients: of stacked weights layer by layer, of shared ones summed in the carry -----------
-    def _positions(self) -> tuple[list[int], list[int]]:
-        stacked = self.body.counts.stacked
-        shared = [k for k, i in enumerate(self.body.weights) if i < stacked]
-        layered = [k for k, i in enumerate(self.body.weights) if i >= stacked]
-        return shared, layered
 
-    def _zero_totals(self, consts: Sequence[Any], made: Any) -> list[Any]:
-        if made is not None:
-            return []
-        shared, _ = self._positions()
-        return [jnp.zeros_like(consts[self.body.weights[k]]) for k in shared]
+def _from(first: Any, step: Any) -> Any:
+    """A loop's step, counting from a first place."""
+    return lambda carry, place, xs: step(carry, first + place, xs)
 
-    def _share(self, env: Env, found: Gradients, total: list[Any], made: Any) -> tuple[Any, Any]:
-        """Gradients of one layer, as (new totals of shared weights, those of the layer's own)."""
-        if not found:
-            return total, ()
-        if made is not None:
-            return total, self.weight_side.complete(env, found)
-        gradients = self.weight_side.pull(env, found)
-        shared, layered = self._positions()
-        total = [t + gradients[k] for t, k in zip(total, shared, strict=True)]
-        return total, [gradients[k] for k in layered]
 
-    def _collect(self, total: Any, per_layer: Any, pull: Any) -> Gradients:
+class Operands(NamedTuple):
+    """What all layers of a scan read."""
+
+    consts: Sequence[Any]
+    xs: Sequence[Any]
+    made: Any  # where the weight side is hoisted: its values for all layers
+    pull: Any  # and its pullback
+    newer: Any = None  # (sums, what they carry): who has the current value of some of `xs`
+
+    def layer(self, i: Any) -> Any:
+        """Layer i of what is scanned over."""
+        if self.newer is None:
+            return take(self.xs, i)
+        sums, carried = self.newer
+        return sums.layer(self.xs, carried, i)
+
+
+class Sums:
+    """Gradients that a loop over layers hands out: of shared operands summed, of stacked ones by layer.
+
+    Where the weight side is hoisted they are the gradients of its results, pulled back after the loop.
+    """
+
+    def __init__(
+        self,
+        scan: ScanStep,
+        operands: Operands,
+        inner: Sequence[Any],
+        out: Ledger | None = None,
+        apart: Sequence[Any] = (),
+    ):
+        """`inner`: operands in the body whose gradients are found. `out`: who says how those of stacked
+        operands are handed out, but for those in `apart`."""
+        self.scan, self.operands, self.inner = scan, operands, inner
+        side, body = scan.weight_side, scan.body
+        self.layers: list[Layers] = []
+        self.shared: dict[int, Any] = {}  # by place among the body's weights
+        self.stacked: dict[int, Any] = {}  # their variables outside, by that place
+        if operands.made is not None:
+            made = dict(zip(side.wanted, operands.made, strict=True))
+            self.layers.append(Layers({v: made[v] for v in inner if v in made}))
+            return
+        reached = set(side.sources(inner))
+        first = body.counts.stacked
+        for k, i in enumerate(body.weights):
+            if body.jaxpr.invars[i] in reached:
+                if i < first:
+                    self.shared[k] = operands.consts[i]
+                else:
+                    self.stacked[k] = scan.eqn.invars[i]
+        values = {v: operands.xs[body.weights[k] - first] for k, v in self.stacked.items()}
+        others = {*apart, *(scan.eqn.invars[body.weights[k]] for k in self.shared)}
+        alone = {v: a for v, a in values.items() if v not in others}
+        self.layers.append(Layers({v: a for v, a in values.items() if v in others}))
+        self.layers.append(Layers(alone) if out is None else out.layers(alone))
+
+    def start(self) -> Any:
+        """What the loop carries, at its start."""
+        zeros = {k: jnp.zeros_like(a) for k, a in self.shared.items()}
+        return zeros, [layers.start() for layers in self.layers]
+
+    def layer(self, xs: Sequence[Any], carried: Any, i: Any) -> list[Any]:
+        """Layer i of what is scanned over."""
+        found: dict[Any, Any] = {}
+        for layers, own in zip(self.layers, carried[1], strict=True):
+            found.update(layers.read(own, i))
+        variables = self.scan.body.counts.groups(self.scan.eqn.invars)[2]
+        return [
+            found[v] if not isinstance(v, Literal) and v in found else take(a, i)
+            for v, a in zip(variables, xs, strict=True)
+        ]
+
+    def add(self, carried: Any, i: Any, env: Env, found: Gradients) -> Any:
+        """Take the gradients that layer i has found."""
+        if not self.inner:
+            return carried
+        shared, stacked = carried
+        side = self.scan.weight_side
+        if self.operands.made is not None:
+            complete = dict(zip(side.wanted, side.complete(env, found), strict=True))
+            return shared, [self.layers[0].write(stacked[0], i, complete)]
+        gradients = side.pull(env, found)
+        shared = {k: total + gradients[k] for k, total in shared.items()}
+        ledger = Ledger()
+        for k, v in self.stacked.items():
+            ledger.add({v: gradients[k]})
+        new = [
+            layers.write(own, i, ledger.found) for layers, own in zip(self.layers, stacked, strict=True)
+        ]
+        return shared, new
+
+    def finish(self, carried: Any) -> Gradients:
         """Gradients of the scan's operands."""
-        if not jax.tree.leaves((total, per_layer)):
-            return {}
-        shared, layered = self._positions()
-        if pull is not None:
-            if not jax.tree.leaves(per_layer):
-                return {}
-            values = list(pull(list(per_layer)))
-        else:
-            values = [None] * len(self.body.weights)
-            for k, a in zip(shared, total, strict=True):
-                values[k] = a
-            if per_layer:
-                for k, a in zip(layered, per_layer, strict=True):
-                    values[k] = a
-        gradients: Gradients = {}
-        for i, a in zip(self.body.weights, values, strict=True):
-            v = self.eqn.invars[i]
-            if a is not None:
-                gradients[v] = a if v not in gradients else gradients[v] + a
-        return gradients
+        shared, stacked = carried
+        scan, ledger = self.scan, Ledger()
+        if self.operands.made is not None:
+            found = self.layers[0].finish(stacked[0])
+            if found:
+                made = dict(zip(scan.weight_side.wanted, self.operands.made, strict=True))
+                pulled = self.operands.pull([found.get(v, jnp.zeros_like(a)) for v, a in made.items()])
+                for i, g in zip(scan.body.weights, pulled, strict=True):
+                    ledger.add({scan.eqn.invars[i]: g})
+            return ledger.found
+        for k, g in shared.items():
+            ledger.add({scan.eqn.invars[scan.body.weights[k]]: g})
+        for layers, own in zip(self.layers, stacked, strict=True):
+            ledger.add(layers.finish(own))
+        return ledger.found
 
 
 _COSTLY = (

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 
-from . import compat, scans
+from . import scans
+from .ledger import Ledger
 from .residuals import Residual, nbytes
 from .trunk import Node, Trunk
-from .walks import Env, Gradients, add_gradients, hold
+from .walks import Env, hold
 
 
 def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residual:
@@ -71,7 +72,7 @@ class Plain:
         self.inputs = tuple(v for v in reads if v not in made and v not in trunk.fixed)
         self.stored_bytes = self._stored_bytes()
         self.state_bytes = nbytes(*(v.aval for v in self.inputs))
-        once = any(compat.has_effects(e) and e.outvars for n in self.nodes for e in n.block.eqns)
+        once = any(n.calls_once for n in self.nodes)
         asked = any(n.checkpointed for n in self.nodes)  # what the user checkpointed is never stored
         self.recomputed = not once and (asked or self.state_bytes < self.stored_bytes)
         self.last: dict[Any, int] = {}
@@ -110,12 +111,16 @@ class Plain:
         """What exists besides while the segment is differentiated."""
         return self.stored_bytes if self.recomputed else 0
 
-    def phase_one(self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset()) -> Any:
-        """Forward: reads and writes `x`, returns what is kept."""
+    def phase_one(
+        self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset(), *, again: bool = False
+    ) -> Any:
+        """Forward: reads and writes `x`, returns what is kept. `again`: another pass prints."""
         if not self.recomputed:
-            return self._linearise(fixed, x, retain)
+            return self._linearise(fixed, x, retain, again=again)
         kept = [x[v] for v in self.inputs]
         for i, node in enumerate(self.nodes):
+            if again and node.is_silent:
+                continue
             values = [graph_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
             split = len(node.block.inputs)
             made = (*node.block.outputs, *node.block.exports)
@@ -124,8 +129,8 @@ class Plain:
         hold((x, list(x)))
         return kept
 
-    def reverse(self, fixed: Env, kept: Any, h: Env) -> Gradients:
-        """From the outputs' cotangents to the inputs', and the gradients."""
+    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> None:
+        """From the outputs' cotangents to the inputs', handing out gradients."""
         if self.recomputed:
             x = dict(zip(self.inputs, kept, strict=True))
             # Behind a barrier with h, or XLA would merge this forward pass with the first.
@@ -133,7 +138,6 @@ class Plain:
             data = [v for v in self._data() if v in fixed]
             hold((x, list(x)), (h, list(h)), (fixed, data))
             kept = self._linearise(fixed, x, frozenset(), again=True)
-        gradients: Gradients = {}
         for i in reversed(range(len(self.nodes))):
             node, residual = self.nodes[i], self.residuals[i]
             block = node.block
@@ -148,11 +152,11 @@ class Plain:
             arriving = [a.astype(v.aval.dtype) for a, v in zip(arriving, block.outputs, strict=True)]
             h_inputs, found = pullback(tuple(arriving))
             h.update(zip(block.inputs, h_inputs, strict=True))
-            add_gradients(gradients, dict(zip(node.weights, found, strict=True)))
+            out.add(dict(zip(node.weights, found, strict=True)))
+            out.close(node.weights)
             if node.is_heavy:
                 # Or XLA would put gradients off, and keep the activations that they need.
-                hold((h, list(block.inputs)), (gradients, list(node.weights)))
-        return gradients
+                hold((h, list(block.inputs)), *out.parts(node.weights))
 
     def _linearise(
         self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool = False
@@ -170,7 +174,7 @@ class Plain:
             made = (*block.outputs, *block.exports)
             if residual is not None:
                 y, held = residual.forward(state, operands)
-            elif again and node.effects:
+            elif again and node.is_silent:
                 y, held = (), ()
             else:
                 y, held = block.values(made, state, operands), ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,14 @@ class WeightSide:
         env.update(zip(self.parameters, parameters, strict=True))
         graph.run(self.eqns, env)
         return [env[v] for v in self.wanted]
+
+    def sources(self, operands: Iterable[Any]) -> list[Any]:
+        """The parameters that these operands follow from."""
+        reached = set(operands)
+        for e in reversed(self.eqns):
+            if any(v in reached for v in e.outvars):
+                reached.update(v for v in e.invars if _is_var(v))
+        return [v for v in self.parameters if v in reached]
 
     def complete(self, env: dict[Any, Any], found: dict[Any, Any]) -> list[Any]:
         """Gradients of all wanted operands, zeros where there are none."""

@@ -120,10 +120,8 @@ def dense_cotangent(fun: Callable[..., Any], primals: Any, h_out: Any) -> Any:
 
 
 def _random_like(tree: Any, seed: int) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed), max(len(leaves), 1))
-    drawn = [jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=False)]
-    return jax.tree.unflatten(treedef, drawn)
+    random = np.random.default_rng(seed)  # JAX's own would be compiled for every shape
+    return jax.tree.map(lambda a: jnp.asarray(random.standard_normal(a.shape), a.dtype), tree)
 
 
 def _stack(trees: Sequence[Any]) -> Any:

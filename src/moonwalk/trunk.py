@@ -84,6 +84,16 @@ class Node:
     def effects(self) -> bool:
         return any(compat.has_effects(e) for e in self.block.eqns)
 
+    @cached_property
+    def is_silent(self) -> bool:
+        """It prints or calls back, and nobody reads an answer."""
+        return self.effects and not (self.block.outputs or self.block.exports)
+
+    @cached_property
+    def calls_once(self) -> bool:
+        """Something inside calls back to the host and reads the answer, which must happen once."""
+        return any(compat.has_effects(e) and e.outvars for e in self.block.eqns)
+
     def describe(self) -> str:
         """'dot_general f32[8,3] -> f32[8,4]'."""
         if self.is_fork:
@@ -99,7 +109,6 @@ class Node:
 
 
 _LAYOUT = MOVING | {lax.convert_element_type_p}
-_LIGHT = POINTWISE | MOVING | {lax.iota_p, lax.reduce_sum_p, lax.reduce_max_p, lax.pad_p, lax.argmax_p}
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:

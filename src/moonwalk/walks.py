@@ -18,19 +18,12 @@ import jax
 
 from . import certificate, compat, twins
 from .graph import Block
+from .ledger import Gradients, Ledger
 from .registry import Gain
 from .residuals import Residual, nbytes
 from .trunk import Node, Trunk
 
 Env = dict[Any, Any]
-Gradients = dict[Any, Any]
-Swept = tuple[Gradients, list[Any]]
-
-
-def add_gradients(total: Gradients, more: Gradients) -> None:
-    """Sum gradients of the same operand (shared weights)."""
-    for v, g in more.items():
-        total[v] = g if v not in total else total[v] + g
 
 
 @dataclass(eq=False, repr=False)
@@ -79,17 +72,48 @@ class Step:
         return [fixed[v] if v in fixed else env.get(v) for v in self.block.operands]
 
     # -- the three phases ------------------------------------------------------------------------
-    def keep(self, fixed: Env, x: Env) -> Any:
-        """Phase I: run, write the outputs to `x`, return what is kept."""
+    def run(self, fixed: Env, x: Env, *, again: bool = False) -> None:
+        """Forward, keeping nothing: write the outputs to `x`."""
+        block = self.block
+        made = (*block.outputs, *block.exports)
+        values = block.values(made, [x[v] for v in block.inputs], self.operands(x, fixed))
+        x.update(zip(made, values, strict=True))
+
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
+        """Phase I: run, write the outputs to `x`, return what is kept.
+
+        `again`: another pass prints and calls back.
+        """
         raise NotImplementedError
 
-    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
-        """Phase II: from the outputs' cotangents to the inputs'; (memo, gradients of a stem)."""
+    def keep_late(self, fixed: Env, x: Env) -> Any:
+        """What `keep` would have kept, where there was no Phase I; `x` is left as it is."""
+        return self.keep(fixed, dict(x))
+
+    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+        """Phase II: from the outputs' cotangents to the inputs'; returns what it keeps (its memo)."""
         raise NotImplementedError
 
-    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
-        """Phase III: outputs and their cotangents to `x` and `h`; (gradients, sampled errors)."""
+    def sweep(
+        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
+    ) -> list[Any]:
+        """Phase III: outputs and their cotangents to `x` and `h`; returns sampled errors."""
         raise NotImplementedError
+
+    def no_memo(self, seeds: Sequence[Any] = ()) -> Any:
+        """In place of what Phase II keeps, where there was none."""
+        del seeds
+        return ()
+
+    @property
+    def weights_in_back(self) -> tuple[Any, ...]:
+        """Operands whose gradients Phase II hands out."""
+        return self.node.weights if self.is_stem else ()
+
+    @property
+    def weights_in_sweep(self) -> tuple[Any, ...]:
+        """Operands whose gradients Phase III hands out."""
+        return () if self.is_stem or self.source == "none" else self.node.weights
 
     def prepare(self, fixed: Env) -> Any:
         """Weight-only factors of the vijp."""
@@ -170,7 +194,7 @@ class BlockStep(Step):
         values = _cast(self.inner.operands, [env[known[v]] for v in self.inner.operands])
         return rule.prepare(self.inner, [values[v] for v in self.inner.operands])
 
-    def keep(self, fixed: Env, x: Env) -> Any:
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         block, operands = self.block, self.operands(x, fixed)
         state = [x[v] for v in block.inputs]
         y, kept = self.residual.forward(state, operands)
@@ -179,22 +203,25 @@ class BlockStep(Step):
             x.update(zip(block.exports, block.values(block.exports, state, operands), strict=True))
         return kept
 
-    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
+    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
         block = self.block
         arriving = tuple(h.pop(v) for v in block.outputs)
         memo = arriving if self.source == "anchor" else ()
         if self.is_stem:
-            return memo, self._gradients(fixed, {}, arriving)[1]
+            out.add(self._gradients(fixed, {}, arriving)[1])
+            return memo
         if not block.inputs:  # it reads what only a forward pass has: its gradient waits for the sweep
-            return memo, {}
+            return memo
         operands = self.operands({}, fixed)
         ours, pullback = self.residual.restore(kept, operands)
         wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.twin.outputs, strict=True))
         leaving = (ours if pullback is None else pullback)(wide)
         h.update((v, as_cotangent(v, a)) for v, a in zip(block.inputs, leaving, strict=True))
-        return memo, {}
+        return memo
 
-    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+    def sweep(
+        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
+    ) -> list[Any]:
         block = self.block
         if self.source == "anchor":
             leaving: Any = memo
@@ -218,7 +245,8 @@ class BlockStep(Step):
         wanted = leaving is not None and self.node.weights and not self.is_stem
         y, gradients = self._gradients(fixed, x, leaving if wanted else None)
         x.update(zip((*block.outputs, *block.exports), y, strict=True))
-        return gradients, []
+        out.add(gradients)
+        return []
 
     def _gradients(self, fixed: Env, x: Env, h: Any) -> tuple[Any, Gradients]:
         """(outputs and exports, gradients of the weights where h is given)."""
@@ -296,17 +324,19 @@ class ForkStep(Step):
     def memo_bytes(self) -> int:
         return len(self.kept_copies) * nbytes(self.block.inputs[0].aval)
 
-    def keep(self, fixed: Env, x: Env) -> Any:
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         (v,) = self.block.inputs
         x.update((copy, x[v]) for copy in self.block.outputs)
         return ()
 
-    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
+    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
         arriving = [h.pop(copy) for copy in self.block.outputs]
         h[self.block.inputs[0]] = sum(arriving[1:], arriving[0])
-        return tuple(arriving[i] for i in self.kept_copies), {}
+        return tuple(arriving[i] for i in self.kept_copies)
 
-    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+    def sweep(
+        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
+    ) -> list[Any]:
         (v,), copies = self.block.inputs, self.block.outputs
         whole = h.pop(v, None)
         x.update((copy, x[v]) for copy in copies)
@@ -314,7 +344,7 @@ class ForkStep(Step):
         if self.difference is not None:
             known = [*memo, *(h[copies[i]] for i in self.given)]
             h[copies[self.difference]] = whole - sum(known[1:], known[0]) if known else whole
-        return {}, []
+        return []
 
 
 class AsideStep(Step):
@@ -322,22 +352,22 @@ class AsideStep(Step):
 
     again = True
 
-    def keep(self, fixed: Env, x: Env) -> Any:
-        self._run(fixed, x)
+    def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
+        self.run(fixed, x)
         return ()
 
-    def back(self, fixed: Env, kept: Any, h: Env) -> tuple[Any, Gradients]:
-        return (), {}
+    def keep_late(self, fixed: Env, x: Env) -> Any:
+        return ()  # what prints or calls back has done so
 
-    def sweep(self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env) -> Swept:
+    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+        return ()
+
+    def sweep(
+        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
+    ) -> list[Any]:
         if self.again and not self.node.effects:
-            self._run(fixed, x)
-        return {}, []
-
-    def _run(self, fixed: Env, x: Env) -> None:
-        block = self.block
-        values = block.values(block.exports, (), self.operands(x, fixed))
-        x.update(zip(block.exports, values, strict=True))
+            self.run(fixed, x)
+        return []
 
 
 @dataclass(eq=False, repr=False)
@@ -351,6 +381,7 @@ class Walk:
     given: frozenset[Any] = frozenset()  # outputs whose cotangents are known in Phase III
     certify: bool = False
     growth: float = 1.0  # how much relative error is predicted to grow along it, at most
+    recomputed: bool = False  # Phase I keeps its start alone, and is run again before Phase II
 
     def __post_init__(self) -> None:
         trained = [
@@ -412,8 +443,19 @@ class Walk:
             dict.fromkeys(v for s in self.steps[: self.end] for v in s.block.inputs if v not in made)
         )
 
-    def phase_one(self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset()) -> list[Any]:
-        """Forward. Reads and writes `x`, dropping what is dead; returns what is kept."""
+    def phase_one(
+        self,
+        fixed: Env,
+        x: Env,
+        retain: frozenset[Any] = frozenset(),
+        *,
+        keep: bool = True,
+        again: bool = False,
+    ) -> list[Any]:
+        """Forward. Reads and writes `x`, dropping what is dead; returns what is kept, if anything is.
+
+        `again`: what prints or calls back has done so.
+        """
         kept: list[Any] = []
         waiting: list[int] = []
         for i, step in enumerate(self.steps):
@@ -421,30 +463,33 @@ class Walk:
                 hold((x, list(x)), (kept, waiting))
                 waiting = []
             with jax.named_scope(_name(step)):
-                kept.append(step.keep(fixed, x))
-            waiting.append(i)
+                if again and step.node.is_silent:
+                    kept.append(())
+                elif keep:
+                    kept.append(step.keep(fixed, x, again=again))
+                    waiting.append(i)
+                else:
+                    step.run(fixed, x, again=again)
             self._drop(x, i, retain)
         hold((x, list(x)), (kept, waiting))
         return kept
 
     def phase_two(
-        self, fixed: Env, kept: Sequence[Any], h: Env
-    ) -> tuple[list[Any], list[Any], Gradients]:
-        """Reverse. Reads and writes `h`; returns memos, samples and the stems' gradients."""
+        self, fixed: Env, kept: Sequence[Any], h: Env, out: Ledger
+    ) -> tuple[list[Any], list[Any]]:
+        """Reverse. Reads and writes `h`, hands out the stems' gradients; returns memos and samples."""
         memos: list[Any] = [()] * len(self.steps)
         samples: list[Any] = [()] * len(self.steps)
         sampled = self.sampled
-        gradients: Gradients = {}
         for i in reversed(range(len(self.steps))):
             step = self.steps[i]
             with jax.named_scope(_name(step)):
                 if sampled[i]:
                     samples[i] = tuple(certificate.sample(h[v]) for v in step.block.outputs)
-                memos[i], found = step.back(fixed, kept[i], h)
-                add_gradients(gradients, found)
+                memos[i] = step.back(fixed, kept[i], h, out)
             if step.node.is_heavy or step.node.is_fork:
                 hold((h, [v for v in step.block.inputs if v in h]))
-        return memos, samples, gradients
+        return memos, samples
 
     def prepare(self, fixed: Env) -> list[Any]:
         """Weight-only factors of all steps."""
@@ -453,39 +498,45 @@ class Walk:
     def phase_three(
         self,
         fixed: Env,
-        kept: Sequence[Any],
+        kept: Sequence[Any] | None,
         memos: Sequence[Any],
         samples: Sequence[Any],
         factors: Sequence[Any],
         x: Env,
         h: Env,
+        out: Ledger,
         *,
         whole: bool = False,
-    ) -> tuple[Gradients, list[Any]]:
-        """Sweep. `whole`: to the last node, even if no weight is left (the body of a scan)."""
-        gradients: Gradients = {}
+    ) -> list[Any]:
+        """Sweep; returns sampled errors.
+
+        `kept`: None where there was no Phase I, and each step is linearised as the sweep comes to it.
+        `whole`: to the last node, even if no weight is left (the body of a scan).
+        """
         errors: list[Any] = []
         sampled = self.sampled
         end = len(self.steps) if whole else self.end
         for i, step in enumerate(self.steps[:end]):
             with jax.named_scope(_name(step)):
-                found, own = step.sweep(fixed, kept[i], memos[i], factors[i], x, h)
-                errors += own
+                held = step.keep_late(fixed, x) if kept is None else kept[i]
+                errors += step.sweep(fixed, held, memos[i], factors[i], x, h, out)
                 if sampled[i]:
                     errors += [
                         certificate.compare(certificate.sample(h[v]), kept_sample)
                         for v, kept_sample in zip(step.block.outputs, samples[i], strict=True)
                     ]
-            add_gradients(gradients, found)
+            out.close(step.node.weights)
             self._drop(x, i, self.trunk.results)
             if step.node.is_heavy and not step.node.is_scan:
                 made = step.block.outputs
                 hold(
                     (x, [v for v in made if v in x]),
                     (h, [v for v in made if v in h]),
-                    (gradients, [v for v in step.node.weights if v in gradients]),
+                    *out.parts(step.node.weights),
                 )
-        return gradients, errors
+        for step in self.steps[end:]:
+            out.close(step.node.weights)
+        return errors
 
     def _drop(self, x: Env, i: int, retain: frozenset[Any]) -> None:
         step = self.steps[i]

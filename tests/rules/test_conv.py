@@ -8,6 +8,7 @@ from cases import conv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from marks import slow
 from reference import conv_vjp
 from weights import general, kernel, normal
 
@@ -68,7 +69,7 @@ def _run(fun, x, h, mode):
     return (jax.jit(recover) if mode == "jit" else recover)(x, h)
 
 
-@pytest.mark.parametrize("draws", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [40, slow(200)])
 def test_drawn_convolutions(draws):
     """At least half of them must be such as can be recovered."""
     outcomes = {"recovered": 0, "refused": 0}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from marks import slow
 from weights import STRUCTURED, general, normal
 
 import moonwalk as mw
@@ -27,7 +28,7 @@ def products(draw):
     return batch, inner, free, out, x_order, w_order, draw(st.booleans()), mode, draw(st.integers(0, 99))
 
 
-@pytest.mark.parametrize("draws", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [40, slow(200)])
 def test_drawn_products(draws):
     given(products())(settings(max_examples=draws)(_one_product))()
 

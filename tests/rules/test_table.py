@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import CASES, EAGER
+from marks import some
 
 import moonwalk as mw
 
@@ -35,18 +36,18 @@ def test_vmap_without_jit(name):
     assert jnp.allclose(found, jnp.stack([truth, 2 * truth]), rtol=1e-9)
 
 
-# In `make test`, every rule once; in `make test-all`, every case.
-_SOME = [pytest.param(n, marks=() if n in EAGER else pytest.mark.slow) for n in CASES]
+# In lower precisions, `make test` runs every rule, and `make test-all` every case.
+HALF = [name for name, case in CASES.items() if case.half]
 
 
-@pytest.mark.parametrize("name", _SOME)
+@pytest.mark.parametrize("name", some(CASES, EAGER))
 def test_float32(name):
     case = CASES[name]
     primals = jax.tree.map(lambda a: a.astype(jnp.float32), case.primals)
     mw.testing.check_vijp(case.fun, *primals, modes=["jit"], tolerance=max(case.tolerance, 1e-4))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.half])
+@pytest.mark.parametrize("name", some(HALF, EAGER.intersection(HALF)))
 def test_bfloat16(name):
     case = CASES[name]
     primals = jax.tree.map(lambda a: a.astype(jnp.bfloat16), case.primals)

@@ -1,0 +1,536 @@
+"""Where Phase III takes each cotangent from, if some nodes in a row are walked.
+
+By vijp where a rule serves the node and its gain is known; from kept copies at a fork; from an anchor
+elsewhere, and wherever the product of gains since the last exact cotangent exceeds tolerance / eps, with
+a margin. The body of a scan is planned like a network, with anchors every K layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax import lax
+
+from . import bodies, chain, compat, graph, scans, trunk
+from .bodies import Body
+from .registry import Alarm, Gain
+from .residuals import nbytes
+from .scans import ScanStep
+from .trunk import Node, Trunk
+from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, restricted
+
+# A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a
+# plan must not ring on the very weights that it was made for.
+MARGIN = 10
+
+Values = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How much relative error has grown since the last exact cotangent."""
+
+    product: float = 1.0
+    mixes: bool = False
+
+    @property
+    def factor(self) -> float:
+        """Diagonal factors count once something has mixed (docs/numerics.md §1)."""
+        return self.product if self.mixes or math.isinf(self.product) else 1.0
+
+    def times(self, gain: Gain) -> Growth:
+        return Growth(self.product * gain.factor, self.mixes or gain.mixes)
+
+    @staticmethod
+    def worst(several: Iterable[Growth]) -> Growth:
+        several = list(several)
+        if not several:
+            return Growth()
+        return Growth(max(g.product for g in several), any(g.mixes for g in several))
+
+
+class Book:
+    """Gains by node: what a trace can bound, or what was measured on values.
+
+    A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan,
+    with its description: of another network a book knows nothing.
+    """
+
+    def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
+        self.recorded: dict[Any, Gain] = dict(recorded)
+        self.values = values
+        self.layers: dict[Any, list[Values] | None] = {}  # what the layers of scans can read, by node
+
+    def layer_values(self, node: Node, body: Body, envs: Any) -> list[Values] | None:
+        """What every layer of a scan can read, evaluated once."""
+        if node not in self.layers:
+            self.layers[node] = _layer_values(node, body, envs)
+        return self.layers[node]
+
+    def gain(self, key: Any, rule: Any, block: Any, envs: Sequence[Values] | None) -> tuple[Gain, bool]:
+        """(gain, whether it rests on a measurement)."""
+        static = rule.gain(block)
+        if math.isfinite(static.factor) and not static.assumed:
+            return static, False
+        if key in self.recorded:
+            return self.recorded[key], True
+        known = [e for e in envs or () if all(v in e for v in block.operands)]
+        if not known:
+            return static, False
+        measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
+        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured))
+        gain = Gain.unknown() if math.isnan(gain.factor) else gain  # the weights are not finite
+        self.recorded[key] = gain
+        return gain, True
+
+
+@dataclass
+class Options:
+    """A method's settings for one network."""
+
+    limit: float  # how far error may grow between exact cotangents
+    anchor_every: int | None = None
+    certify: bool = False
+    precision: Any = None  # of the cotangents' chain; None: as the gains ask for
+    checkpoint: Any = None  # how walks are cut into segments whose Phase I is run again
+
+
+def plan_walk(
+    cut: Trunk,
+    start: int,
+    stop: int,
+    options: Options,
+    *,
+    wanted: Iterable[Any] = (),
+    given: Iterable[Any] = (),
+    book: Book | None = None,
+    envs: Sequence[Values] | None = None,
+    prefix: tuple[int, ...] = (),
+) -> tuple[Walk, dict[Any, Growth]]:
+    """A walk over the nodes [start, stop), with as few anchors as the gains allow.
+
+    `wanted`: outputs whose cotangents Phase III must bring (a scan's carry). `given`: outputs whose
+    cotangents are known to it. `envs`: the operands' values (of each layer of a scan), where gains are
+    to be measured.
+    """
+    nodes = cut.nodes[start:stop]
+    book = book or Book()
+    place = (prefix, start)
+
+    def planned(by_skips: bool) -> tuple[Walk, dict[Any, Growth]]:
+        planner = _Sources(
+            cut, nodes, options, set(wanted), frozenset(given), book, envs, place, by_skips
+        )
+        growth = planner.settle()
+        walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
+        walk.growth = planner.largest_growth
+        return walk, growth
+
+    walk, growth = planned(by_skips=False)
+    if any(n.is_fork for n in nodes):
+        # A join takes its cotangent from the branch, or from the skip, whose copy is then kept. The
+        # branch is left with a difference of cotangents, which may cancel: only where that keeps less.
+        other = planned(by_skips=True)
+        if other[0].kept_bytes < walk.kept_bytes:
+            walk, growth = other
+    if not prefix:
+        # Where nothing is lost the ambient precision is right; elsewhere rounding would grow.
+        precise = lax.Precision.HIGHEST if walk.growth > 1 else None
+        precision = precise if options.precision is None else options.precision
+        if precision is not None:
+            walk.in_precision(precision)
+    return walk, growth
+
+
+class _Sources:
+    def __init__(
+        self,
+        cut: Trunk,
+        nodes: Sequence[Node],
+        options: Options,
+        wanted: set[Any],
+        given: frozenset[Any],
+        book: Book,
+        envs: Sequence[Values] | None,
+        place: tuple[tuple[int, ...], int],
+        by_skips: bool,
+    ):
+        self.cut, self.nodes, self.options, self.by_skips = cut, nodes, options, by_skips
+        self.wanted_out, self.given = wanted, given
+        self.book, self.envs, self.place = book, envs, place
+        self.measured: set[int] = set()
+        self.largest_growth = 1.0
+        self.reader = {v: i for i, n in enumerate(nodes) for v in n.block.inputs}
+        self.maker = {v: i for i, n in enumerate(nodes) for v in n.block.outputs}
+        self.forced: dict[int, str] = {}
+        self.through = [self._through(n) for n in nodes]
+        self.scan_steps: dict[int, ScanStep | str] = {}
+        self.gains = [self._gain(i) for i in range(len(nodes))]
+
+    def _through(self, node: Node) -> tuple[Any, ...]:
+        """The inputs by which a walk goes through a node.
+
+        A sum takes its cotangent from any one summand: a branch, or a skip (a fork's copy). What a stem
+        adds has no cotangent of its own in the sweep.
+        """
+        inputs = node.block.inputs
+        if len(inputs) < 2 or node.rule is None:
+            return inputs
+        if [e.primitive for e in node.block.eqns] in ([lax.add_p], [lax.sub_p]):
+            skips = [v for v in inputs if v in self.maker and self.nodes[self.maker[v]].is_fork]
+            others = [v for v in inputs if v not in skips and not self._is_stem(v)]
+            choice = (skips[-1:] or others[:1]) if self.by_skips else (others[:1] or skips[-1:])
+            if choice and trunk.find_rule(restricted(node.block, choice))[0] is not None:
+                return tuple(choice)
+        walked = tuple(v for v in inputs if not self._is_stem(v))
+        return walked if walked else inputs
+
+    def _is_stem(self, v: Any) -> bool:
+        return v in self.maker and not self.nodes[self.maker[v]].block.inputs
+
+    def _gain(self, i: int) -> Gain | None:
+        """The gain of a node's vijp; None where it has none."""
+        node = self.nodes[i]
+        if node.is_fork or node.is_aside or not (node.block.inputs or node.is_scan):
+            return None
+        if node.is_scan:
+            return self._scan_gain(i)
+        block = restricted(node.block, self.through[i])
+        rule = node.rule
+        if block is not node.block:
+            rule, _ = trunk.find_rule(block)
+        if rule is None:
+            return None
+        gain, measured = self.book.gain((self._key(i), node.describe()), rule, block, self.envs)
+        if measured:
+            self.measured.add(i)
+        return gain
+
+    def _key(self, i: int) -> tuple[int, ...]:
+        prefix, start = self.place
+        return (*prefix, start + i)
+
+    def _scan_gain(self, i: int) -> Gain | None:
+        step = _plan_scan(self.nodes[i], self.cut, self.options, self.book, self.envs, self._key(i))
+        self.scan_steps[i] = step
+        return step.gain if isinstance(step, ScanStep) else None
+
+    # -- backward: who needs which cotangent -------------------------------------------------------
+    def _decide(self) -> None:
+        wanted = set(self.wanted_out)
+        self.source = ["none"] * len(self.nodes)
+        self.kept_copies: dict[int, tuple[tuple[int, ...], tuple[int, ...], int | None]] = {}
+        for i in reversed(range(len(self.nodes))):
+            node = self.nodes[i]
+            outputs = node.block.outputs
+            if node.is_aside:
+                continue
+            if node.is_fork:
+                self._decide_fork(i, wanted)
+                continue
+            is_stem = node.is_stem and not isinstance(self.scan_steps.get(i), ScanStep)
+            needed = any(v in wanted for v in outputs) or (bool(node.weights) and not is_stem)
+            if not needed:
+                continue
+            if all(v in self.given for v in outputs):
+                self.source[i] = "given"
+            elif (gain := self.gains[i]) is None or i in self.forced or is_stem:
+                self.source[i] = "anchor"
+            elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
+                self.source[i] = "vijp"
+                wanted.update(node.block.inputs)
+            elif gain.factor > self.options.limit and self.options.anchor_every is None:
+                self.forced[i] = _too_large(gain.factor)
+                self.source[i] = "anchor"
+            else:
+                self.source[i] = "vijp"
+                wanted.update(self.through[i])
+
+    def _decide_fork(self, i: int, wanted: set[Any]) -> None:
+        (v,), copies = self.nodes[i].block.inputs, self.nodes[i].block.outputs
+        known = tuple(k for k, c in enumerate(copies) if c in self.given)
+        needed = [k for k, c in enumerate(copies) if c in wanted and k not in known]
+        rest = [k for k in range(len(copies)) if k not in needed and k not in known]
+        if not needed:
+            self.kept_copies[i] = ((), known, None)
+        elif rest:
+            self.kept_copies[i] = (tuple(needed), known, None)
+        else:
+            # The way that is read first is the long one; what is kept stands exact at the join.
+            difference = min(needed, key=lambda k: self.reader.get(copies[k], math.inf))
+            self.kept_copies[i] = (tuple(k for k in needed if k != difference), known, difference)
+            wanted.add(v)
+
+    # -- forward: how error grows --------------------------------------------------------------------
+    def settle(self) -> dict[Any, Growth]:
+        """Decide, and place anchors until error stays within the limit."""
+        if self.options.anchor_every is not None:
+            self._regular_anchors(self.options.anchor_every)
+        while True:
+            self._decide()
+            grown, violated = self._grow()
+            if violated is None:
+                return grown
+            self.forced[violated] = "error would exceed the tolerance"
+
+    def _regular_anchors(self, every: int) -> None:
+        count = 0
+        for i, node in enumerate(self.nodes):
+            following = next((n for n in self.nodes[i + 1 :] if not n.is_aside), None)
+            count += node.is_heavy and not node.is_scan and bool(node.block.inputs)
+            if count >= every and following is not None and following.is_heavy:
+                self.forced[i] = f"anchor_every={every}"
+                count = 0
+
+    def _grow(self) -> tuple[dict[Any, Growth], int | None]:
+        growth: dict[Any, Growth] = {}
+        self.largest_growth = 1.0
+        limited = self.options.anchor_every is None
+        for i, node in enumerate(self.nodes):
+            outputs = node.block.outputs
+            if node.is_fork:
+                (v,), (_, _, difference) = node.block.inputs, self.kept_copies[i]
+                for k, copy in enumerate(outputs):
+                    growth[copy] = growth.get(v, Growth()) if k == difference else Growth()
+                continue
+            if self.source[i] != "vijp":
+                growth.update((v, Growth()) for v in outputs)
+                continue
+            arriving = Growth.worst(growth.get(v, Growth()) for v in self.through[i])
+            gain = self.gains[i]
+            assert gain is not None
+            step = self.scan_steps.get(i)
+            if isinstance(step, ScanStep):
+                leaving, largest = self._through_scan(step, arriving, gain)
+            else:
+                leaving = largest = arriving.times(gain)
+                if limited and leaving.factor > self.options.limit:
+                    return growth, self._cheapest(i)
+            growth.update((v, leaving) for v in outputs)
+            self.largest_growth = max(self.largest_growth, largest.factor)
+        return growth, None
+
+    def _cheapest(self, violated: int) -> int:
+        """Where to anchor so that node `violated` stays exact: the smallest state on the way, late."""
+        best, i = violated, violated
+        size = nbytes(*(v.aval for v in self.nodes[violated].block.outputs))
+        while True:
+            before = [self.maker.get(v) for v in self.through[i]]
+            if len(before) != 1 or before[0] is None:
+                return best
+            i = before[0]
+            if self.source[i] != "vijp" or self.nodes[i].is_scan:
+                return best
+            here = nbytes(*(v.aval for v in self.nodes[i].block.outputs))
+            if 2 * here <= size:  # clearly smaller, or not worth an earlier anchor
+                best, size = i, here
+
+    def _through_scan(self, step: ScanStep, arriving: Growth, layer: Gain) -> tuple[Growth, Growth]:
+        """Choose the scan's period; returns the growth at its end, and the largest inside."""
+        if self.options.anchor_every is not None:
+            step.period = self.options.anchor_every if self.options.anchor_every < step.length else None
+        else:
+            step.period = period_for(layer, arriving, step.length, self.options.limit)
+        # Inside a layer error may be larger than at its end.
+        inside = Growth(step.walk.growth, layer.mixes)
+        if step.period is None:
+            whole = arriving.times(Gain(power(layer.factor, step.length), layer.mixes))
+            return whole, Growth.worst([whole, inside])
+        period = Growth(power(layer.factor, step.period), layer.mixes)
+        rest = step.length % step.period or step.period
+        return Growth(power(layer.factor, rest), layer.mixes), Growth.worst([period, inside])
+
+    # -- the steps ----------------------------------------------------------------------------------
+    def steps(self) -> list[Step]:
+        read = {v for n in self.nodes for v in n.block.operands}
+        result: list[Step] = []
+        for i, node in enumerate(self.nodes):
+            if node.is_aside:
+                aside = AsideStep(node, self.cut, "none", reason="no derivative")
+                aside.again = any(v in read or v in self.cut.results for v in node.block.exports)
+                result.append(aside)
+            elif node.is_fork:
+                fork = ForkStep(node, self.cut, "none", reason="a state with several readers")
+                fork.kept_copies, fork.given, fork.difference = self.kept_copies[i]
+                result.append(fork)
+            elif isinstance(self.scan_steps.get(i), ScanStep):
+                step = self.scan_steps[i]
+                assert isinstance(step, ScanStep)
+                step.source = "none" if self.source[i] == "none" else "vijp"
+                step.wants_ys = any(
+                    v in read or v in self.reader for v in step.eqn.outvars[step.body.counts.carry :]
+                )
+                result.append(step)
+            else:
+                reason = self._reason(i)
+                through = self.through[i] if self.source[i] == "vijp" else ()
+                if self.source[i] == "vijp" and through != node.block.inputs:
+                    rule, verdict = trunk.find_rule(restricted(node.block, through))
+                    node = replace(node, rule=rule, verdict=verdict)
+                gain = self.gains[i] or Gain(1.0, mixes=False)
+                step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
+                step.measured = i in self.measured
+                result.append(step)
+        return result
+
+    def _reason(self, i: int) -> str:
+        node, source = self.nodes[i], self.source[i]
+        if source == "vijp":
+            return node.verdict.reason
+        if source == "none":
+            return "no weight needs its cotangent"
+        if source == "given":
+            return "its cotangent is known"
+        if not node.block.inputs:
+            return "stem: its output's cotangent seeds the sweep"
+        if i in self.forced:
+            return self.forced[i]
+        if isinstance(self.scan_steps.get(i), str):
+            return str(self.scan_steps[i])
+        return node.verdict.reason
+
+
+def _too_large(factor: float) -> str:
+    if math.isinf(factor):
+        return (
+            "its gain is not bounded while tracing: declare the weight's structure, or plan with "
+            "concrete arguments"
+        )
+    return f"gain {factor:.3g} alone exceeds the tolerance"
+
+
+def power(factor: float, exponent: int) -> float:
+    try:
+        return factor**exponent
+    except OverflowError:
+        return math.inf
+
+
+def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int | None:
+    """The longest uniform distance between anchors, preferring one that divides the length."""
+    grown = Growth(arriving.product * power(layer.factor, length), layer.mixes or arriving.mixes)
+    if grown.factor <= limit:
+        return None
+    if layer.factor <= 1:
+        return length
+    return evenly(length, max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9))))
+
+
+# --- scans ------------------------------------------------------------------------------------------
+
+
+def _plan_scan(
+    node: Node,
+    cut: Trunk,
+    options: Options,
+    book: Book,
+    envs: Sequence[Values] | None,
+    key: tuple[int, ...],
+) -> ScanStep | str:
+    """A scan as a step of a walk, or the reason why it cannot be one."""
+    if not node.block.eqns[0].params["length"]:
+        return "it has no layers"
+    inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
+    if any(compat.has_effects(e) and e.outvars for e in inner.eqns):
+        return "something inside it calls back to the host, which must happen once"
+    body = cut.memory.get(("body", node)) or bodies.open_body(node, cut.fixed, cut.numbers)
+    cut.memory["body", node] = body
+    if isinstance(body, str):
+        return body
+    if not body.active:
+        return "no carry takes part in the derivative"
+    carry_out, ys = body.outputs
+    walk, growth = plan_walk(
+        body.trunk,
+        0,
+        len(body.trunk.nodes),
+        Options(options.limit),
+        wanted=carry_out,
+        given=ys,
+        book=book,
+        envs=book.layer_values(node, body, envs),
+        prefix=key,
+    )
+    # The carry's cotangents are compared once a layer; a difference inside may be lost on the way there.
+    walk.certify = options.certify and walk.has_difference
+    leaving = [growth[v] for v in carry_out if v in growth]
+    layer = Growth.worst(leaving)
+    step = ScanStep(
+        node,
+        cut,
+        "vijp",
+        node.block.inputs,
+        f"{node.block.eqns[0].params['length']} layers",
+        Gain(layer.product, layer.mixes, any(s.gain.assumed for s in walk.steps)),
+        body=body,
+        walk=walk,
+        certify=options.certify,
+    )
+    step.hoisted = _is_worth_hoisting(step)
+    return step
+
+
+def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list[Values] | None:
+    """What every layer of a scan can read, where that is known."""
+    (eqn,) = node.block.eqns
+    if not envs:
+        return None
+    result: list[Values] = []
+    stacked = body.counts.stacked
+    for env in envs:
+        outer = [v.val if hasattr(v, "val") else env.get(v) for v in eqn.invars]
+        for layer in range(eqn.params["length"]):
+            inner = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+            for i, (v, a) in enumerate(zip(body.jaxpr.invars, outer, strict=True)):
+                carried = body.counts.consts <= i < stacked
+                if a is not None and not carried and i not in body.volatile:
+                    inner[v] = a[layer] if i >= stacked else a
+            for e in (*body.trunk.data_side, *body.trunk.weight_side):
+                if not compat.has_effects(e) and all(hasattr(v, "val") or v in inner for v in e.invars):
+                    graph.run([e], inner)
+            result.append(inner)
+    return result
+
+
+def _is_worth_hoisting(step: ScanStep) -> bool:
+    """Whether the body's weight side is more than moving entries about, and depends on weights alone."""
+    side = step.weight_side
+    if side.is_trivial:
+        return False
+    parameters = {step.body.jaxpr.invars[i] for i in step.body.weights}
+    known = parameters | set(step.body.jaxpr.constvars) | step.body.trunk.numbers
+    made = {v for e in side.eqns for v in e.outvars}
+    if not step.is_light or side.silent or any(v in made for v in step.body.trunk.results):
+        return False
+    for e in side.eqns:
+        for v in e.invars:
+            if hasattr(v, "val"):
+                continue
+            if v not in made and v not in known:
+                return False
+    return any(trunk.is_heavy(e) or scans.costly_inside(e) for e in side.eqns)
+
+
+def evenly(length: int, longest: int) -> int:
+    """The size of pieces no longer than that: one that divides the length, or as even as can be."""
+    divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
+    return divisor if 5 * divisor >= 4 * longest else -(-length // -(-length // longest))
+
+
+def weight_alarms(walk: Walk, envs: Sequence[Values], book: Book) -> Iterable[Alarm]:
+    """What the weights' values say against a walk: declarations that do not hold, zero pivots."""
+    for step in walk.steps:
+        if isinstance(step, ScanStep):
+            yield from weight_alarms(
+                step.walk, book.layer_values(step.node, step.body, envs) or (), book
+            )
+        elif isinstance(step, BlockStep) and step.source == "vijp" and step.node.rule is not None:
+            block = restricted(step.block, step.through)
+            for env in envs:
+                if all(v in env for v in block.operands):
+                    operands = [env[v] for v in block.operands]
+                    for alarm in step.node.rule.weight_alarms(block, operands):
+                        yield replace(alarm, place="\n  " + chain.place(block))

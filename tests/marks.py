@@ -1,0 +1,14 @@
+"""Which parameters of a test are left to `make test-all`."""
+
+import pytest
+
+
+def slow(*values):
+    """A variant of what another one tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def some(names, fast):
+    """Parameters of a test, slow but for `fast`."""
+    assert set(fast) <= set(names), set(fast) - set(names)
+    return [name if name in fast else slow(name) for name in names]
