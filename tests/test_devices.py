@@ -26,6 +26,7 @@ from networks import CARRY, conv, leaky, network_of, orthogonals, square, stack,
 from weights import general, kernel, normal
 
 import moonwalk as mw
+from moonwalk import residuals
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs eight CPU devices"),
@@ -108,7 +109,9 @@ def test_a_batch_over_eight_devices(name, kind):
     network, mesh = NETWORKS[name], mesh_of(kind)
     step = jax.jit(mw.value_and_grad(network.loss, method=network.method, certify=True))
     with jax.set_mesh(mesh):
-        check(network, step(put(network.params, mesh, P()), put(network.x, mesh, P("data"))))
+        found = step(put(network.params, mesh, P()), put(network.x, mesh, P("data")))
+    check(network, found)
+    assert all(g.sharding.is_fully_replicated for g in jax.tree.leaves(found[1]))  # as JAX's are
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -400,6 +403,27 @@ def test_gains_are_measured_on_eight_devices():
 # --- memory -----------------------------------------------------------------------------------------------
 
 LAYERS, ROWS, WIDTH = 32, 4096, 256
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "kept"),
+    [
+        ((64, 8), P("data"), (64, 1)),
+        ((128, 4), P("data"), (16, 4)),
+        ((4, 128, 4), P(None, "data"), (4, 16, 4)),
+        ((32, 32), P("data", "model"), (32, 4)),
+        ((16, 4), P("data"), (16, 4)),  # four entries on each device: bytes stay bytes
+    ],
+)
+def test_bits_are_packed_where_they_lie(shape, spec, kept):
+    mesh = mesh_of("Explicit", (4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        bits = put(normal(*shape) > 0, mesh, spec)
+        packed = jax.jit(residuals.pack)(bits)
+        again = jax.jit(lambda packed: residuals.unpack(packed, jax.typeof(bits)))(packed)
+    assert packed.shape == kept and packed.sharding.spec[: len(spec)] == tuple(spec)
+    assert again.sharding.is_equivalent_to(bits.sharding, bits.ndim)
+    np.testing.assert_array_equal(again, bits)
 
 
 def temporaries(fun, *args):
