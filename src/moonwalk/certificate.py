@@ -79,4 +79,4 @@ def worst(errors: Any) -> Array:
 
 def summary(errors: tuple[Any, Any]) -> Certificate:
     """Of (all sampled errors, those at the ends of walks), on whichever device they are largest."""
-    return Certificate(*(compat.largest_anywhere(worst(e)) for e in errors))
+    return Certificate(*(compat.largest_anywhere(worst(e)) if e else worst(e) for e in errors))

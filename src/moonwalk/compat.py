@@ -407,11 +407,12 @@ def barrier(arrays: Sequence[Any]) -> list[Any]:
     Inside `jax.shard_map` JAX 0.10 makes all of them vary if one does; there, each kind has its own.
     """
     behind = list(lax.optimization_barrier(list(arrays)))
-    if all(jax.typeof(a) == jax.typeof(b) for a, b in zip(arrays, behind, strict=True)):
+    axes, now = ([_varying_axes(jax.typeof(a)) for a in group] for group in (arrays, behind))
+    if axes == now:
         return behind
-    kinds: dict[Any, list[int]] = {}
-    for i, a in enumerate(arrays):
-        kinds.setdefault(_varying_axes(jax.typeof(a)), []).append(i)
+    kinds: dict[frozenset[str], list[int]] = {}
+    for i, own in enumerate(axes):
+        kinds.setdefault(own, []).append(i)
     for places in kinds.values():
         held = lax.optimization_barrier([arrays[i] for i in places])
         for i, a in zip(places, held, strict=True):
