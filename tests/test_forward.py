@@ -107,7 +107,7 @@ def relu_in_the_middle(ws, x):
 
 
 def skip(ws, x):
-    y = turn(x, ws[0])
+    y = turn(turn(x, ws[0]), ws[2])
     y = y + turn(turn(y, ws[1]), ws[2])
     return jnp.sum(turn(turn(y, ws[0]), ws[1]) ** 2)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import certificate, gradient
+from . import certificate, compat, gradient
 from .certificate import Certificate
 from .engine import Engine
 from .gradient import Call, Method
@@ -142,8 +142,8 @@ class Fused:
         out, new, errors = self._pass(env, leaves, rest)
         with jax.named_scope("optimizer"):
             new = {**new, **program.rest(env)}
-        exact = Certificate(*(certificate.worst(e) for e in errors))
-        return out, [new[k] for k in range(len(program.outputs))], exact
+        found = certificate.summary(errors)
+        return out, [new[k] for k in range(len(program.outputs))], found
 
     def _pass(self, env: Any, leaves: Any, rest: Any, *, norms: bool = False) -> Any:
         engine = self.engine
@@ -153,5 +153,5 @@ class Fused:
             ledger = Updating(self.fusing, self.program, env, fixed, norms=norms)
             out, h, errors = engine.phases(fixed, x, ledger, again=norms)
             for v in engine.staging.inputs:
-                ledger.give(v, h.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)))
+                ledger.give(v, h[v] if v in h else compat.full(v.aval, 0.0))
             return out, ledger.finish(), errors
