@@ -163,7 +163,8 @@ class Program:
         """Others wait for a number, of one leaf's gradient, that an equation makes or reads."""
         (i,) = on
         if waits:
-            self._refuse(e, on, "it takes a norm of what another norm has made")
+            why = "it takes a norm of what another norm has made"
+            self._refuse(e, on, f"{why}; {_LAYERED}" if i in self.layered else why)
         if i in self.layered and not _reduces_all(self.maker[v]):
             self._refuse(e, on, _LAYERED)
         if v not in self.norms.setdefault(i, []):
