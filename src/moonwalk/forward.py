@@ -107,7 +107,7 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
 
     def walk_over(start: int, stop: int) -> tuple[Walk, dict[int, str]]:
         walk, _ = sources.plan_walk(cut, start, stop, options, book=book, envs=envs)
-        found = {i: _obstacle(s) for i, s in enumerate(walk.steps[: walk.end])}
+        found = {i: _obstacle(s) for i, s in enumerate(walk.steps) if i < walk.end or s.is_stem}
         return walk, {i: why for i, why in found.items() if why is not None}
 
     stop = n
@@ -116,9 +116,10 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
         layers = [
             i
             for i, s in enumerate(whole.steps)
-            if s.node.weights and not s.is_stem and any(v.aval.size > 1 for v in s.block.outputs)
+            if s.node.weights and not s.is_stem and any(v.aval.size != 1 for v in s.block.outputs)
         ]
-        stop = layers[-1] if layers and not cut.nodes[layers[-1]].is_scan else n
+        # A scan is many layers: only what follows it is the head.
+        stop = layers[-1] + cut.nodes[layers[-1]].is_scan if layers else n
         whole, bad = walk_over(0, stop)
     start = max(bad, default=-1) + 1
     if any(s.node.weights and (not s.is_stem or s.node.is_scan) for s in whole.steps[:start]):

@@ -111,7 +111,6 @@ class Program:
         nobody: frozenset[int] = frozenset()
         arrays = {v for v in self.s if v.aval.size > 1}  # and what depends on an array of the state
         after: set[Any] = set()  # what depends on norms
-        self.late: set[Any] = set()  # of that, what belongs to no leaf: known once the norms are
         self.norms: dict[int, list[Any]] = {}
         self.eqns: list[JaxprEqn] = []
         self.maker = {v: e for e in eqns for v in e.outvars}
@@ -123,7 +122,6 @@ class Program:
             waits = any(v in after for v in reads)
             if len(on) == 1 and on <= self.layered and _reduces_all(e):
                 self._wait_for(e.outvars[0], e, on, waits)
-                self.late.update(e.outvars)
                 after.update(e.outvars)
                 on = nobody
             elif numbers and (len(on) > 1 or (waits and not any(v in after and leaf[v] for v in reads))):
@@ -132,7 +130,6 @@ class Program:
                         self._wait_for(v, e, leaf[v], v in after)
                 middle.append(e)
                 common.append(e)
-                self.late.update(e.outvars)
                 after.update(e.outvars)
                 on = nobody
             elif len(on) > 1:
@@ -166,7 +163,8 @@ class Program:
         """Others wait for a number, of one leaf's gradient, that an equation makes or reads."""
         (i,) = on
         if waits:
-            self._refuse(e, on, "it takes a norm of what another norm has made")
+            why = "it takes a norm of what another norm has made"
+            self._refuse(e, on, f"{why}; {_LAYERED}" if i in self.layered else why)
         if i in self.layered and not _reduces_all(self.maker[v]):
             self._refuse(e, on, _LAYERED)
         if v not in self.norms.setdefault(i, []):
@@ -286,32 +284,31 @@ class Program:
     def _layer(
         self, env: Env, i: int, layer: Any, g: Any, old: dict[int, Any], ends: Sequence[Any]
     ) -> Env:
-        shape, eqns = self.p[i].aval.shape, self.slice_for(ends)
         own = {self.g[i]: g, **{self.stacked_input(k): a for k, a in old.items()}}
-        made = {v for e in eqns for v in e.outvars}
-        for v in {v for e in eqns for v in e.invars if _is_var(v)} - made - set(own):
-            if v.aval.shape == shape:  # an array that is the same in every step: noise, a mask
-                own[v] = take(env[v], layer)
-        env = {**env, **own}
-        run_layer(eqns, env, shape)
-        return env
+        return run_layer(self.slice_for(ends), env, own, self.p[i].aval.shape, layer)
 
 
-def run_layer(eqns: Iterable[JaxprEqn], env: Env, shape: tuple[int, ...]) -> None:
-    """Run entrywise equations between stacks of a shape on one layer of each."""
+def run_layer(eqns: Sequence[JaxprEqn], env: Env, own: Env, shape: tuple[int, ...], layer: Any) -> Env:
+    """Run entrywise equations between stacks of a shape on one layer of each.
+
+    `own`: that layer of some variables. Of other stacks (noise, a mask) it is taken from `env`.
+    """
+    others = {v for e in eqns for v in e.invars if _is_var(v)} - _made(eqns) - set(own)
+    own = {**{v: take(env[v], layer) for v in others if v.aval.shape == shape}, **own}
+    env = {**env, **own}
     for e in eqns:
         if e.primitive is lax.broadcast_in_dim_p and e.outvars[0].aval.shape == shape:
             value = jnp.reshape(graph.read(env, e.invars[0]), ())
             env[e.outvars[0]] = jnp.broadcast_to(value, shape[1:])
-        else:
-            inputs = [graph.read(env, v) for v in e.invars]
-            if e.outvars[0].aval.shape == shape:
-                # A single number may have as many axes as the stack.
-                inputs = [
-                    a if v.aval.shape == shape else jnp.reshape(a, ())
-                    for v, a in zip(e.invars, inputs, strict=True)
-                ]
-            env.update(zip(e.outvars, compat.bind(e, inputs), strict=True))
+            continue
+        inputs = [graph.read(env, v) for v in e.invars]
+        if e.outvars[0].aval.shape == shape:  # a single number may have as many axes as the stack
+            inputs = [
+                a if v.aval.shape == shape else jnp.reshape(a, ())
+                for v, a in zip(e.invars, inputs, strict=True)
+            ]
+        env.update(zip(e.outvars, compat.bind(e, inputs), strict=True))
+    return env
 
 
 def is_entrywise(eqns: Iterable[JaxprEqn], shape: tuple[int, ...]) -> bool:
