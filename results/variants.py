@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,13 @@ def held(step: Any, optimizer: Any, params: Any, *data: Any) -> float:
     return (m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes) / base.MIB
 
 
-def fused_memory(layers: int = 16, width: int = 1024, rows: int = 64) -> dict[str, Any]:
+def fused_memory(
+    layers: int = 16,
+    width: int = 1024,
+    rows: int = 64,
+    networks: Sequence[str] = ("scanned", "looped", "relu_scanned", "relu_looped"),
+    optimizers: Sequence[str] = ("adam", "clipped"),
+) -> dict[str, Any]:
     x = base.struct(rows, width)
     stacked = base.struct(layers, width, width)
     losses = {
@@ -93,18 +101,18 @@ def fused_memory(layers: int = 16, width: int = 1024, rows: int = 64) -> dict[st
         "relu_looped": (relu_looped, [base.struct(width, width)] * layers),
     }
     result: dict[str, Any] = {"parameters_mib": layers * width * width * 4 / base.MIB}
-    for name, (loss, params) in losses.items():
-        for kind, optimizer in OPTIMIZERS.items():
+    for name, kind in itertools.product(networks, optimizers):
+        (loss, params), optimizer = losses[name], OPTIMIZERS[kind]
 
-            def unfused(params: Any, state: Any, x: Any, t: Any, loss=loss, opt=optimizer) -> Any:
-                value, gradients = jax.value_and_grad(loss)(params, x, t)
-                updates, state = opt.update(gradients, state, params)
-                return value, optax.apply_updates(params, updates), state
+        def unfused(params: Any, state: Any, x: Any, t: Any, loss=loss, opt=optimizer) -> Any:
+            value, gradients = jax.value_and_grad(loss)(params, x, t)
+            updates, state = opt.update(gradients, state, params)
+            return value, optax.apply_updates(params, updates), state
 
-            result[f"{name}_{kind}"] = {
-                "fused_mib": held(mw.fused_update(loss, optimizer), optimizer, params, x, x),
-                "backprop_mib": held(unfused, optimizer, params, x, x),
-            }
+        result[f"{name}_{kind}"] = {
+            "fused_mib": held(mw.fused_update(loss, optimizer), optimizer, params, x, x),
+            "backprop_mib": held(unfused, optimizer, params, x, x),
+        }
     return result
 
 

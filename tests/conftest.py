@@ -1,4 +1,4 @@
-"""Shared by all tests: float64, fast compilation, a fixed Hypothesis profile."""
+"""Shared by all tests: float64, fast compilation, eight CPU devices, a fixed Hypothesis profile."""
 
 import gc
 import os
@@ -8,6 +8,7 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_ENABLE_X64", "1")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for `test_devices.py`; the others use the first
 
 import hypothesis
 import jax

@@ -201,8 +201,9 @@ def test_imports_point_one_way():
 
     order = (
         "errors compat linearity staging declare partition facts graph registry checks chain rules custom "
-        "api trunk residuals sides twins certificate walks scans segments methods planning plans phases "
-        "engine gradient testing __init__"
+        "api trunk residuals sides twins certificate ledger walks bodies scans scan_walks segments methods "
+        "sources planning plans phases engine seeds forward gradient optimizers updates fused testing "
+        "__init__"
     ).split()
     root = pathlib.Path(mw.__file__).parent
     for path in root.rglob("*.py"):

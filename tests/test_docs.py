@@ -20,7 +20,7 @@ def blocks(text, language):
 def test_the_readmes_examples(tmp_path):
     text = (ROOT / "README.md").read_text()
     code, expected = blocks(text, "python"), blocks(text, "text")
-    assert len(code) == len(expected) == 4
+    assert len(code) == len(expected) == 6
     # block after block in one namespace, as a reader would paste them
     (tmp_path / "run.py").write_text(
         f"space = {{}}\nfor block in {code!r}:\n    exec(compile(block, 'example.py', 'exec'), space)\n"
@@ -85,6 +85,6 @@ def test_architecture_says_what_modules_import():
 def test_the_readme_names_the_commands():
     text = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    for command in ("demo", "test", "bench-engine"):
+    for command in ("demo", "test", "bench-engine", "bench-variants"):
         assert f"make {command}" in text
         assert re.search(rf"^{command}:", makefile, re.MULTILINE)

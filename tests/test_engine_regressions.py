@@ -45,7 +45,8 @@ def segmented(*kinds):
             dear.kept = 1 << 60
             return dear
         ends = [len(cut.nodes) * i // len(kinds) for i in range(len(kinds) + 1)]
-        pieces = [(k, i, j) for k, (i, j) in zip(kinds, itertools.pairwise(ends), strict=True) if i < j]
+        ranges = zip(kinds, itertools.pairwise(ends), strict=True)
+        pieces = [planning.Piece(k, i, j) for k, (i, j) in ranges if i < j]
         return planning._realise(cut, pieces, costs, options, book)
 
     planning.choose_segments = choose

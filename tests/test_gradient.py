@@ -1,13 +1,8 @@
 """`value_and_grad` and `grad` as a JAX user meets them: arguments, errors, transformations, effects."""
 
-import json
 import math
-import os
 import pathlib
 import re
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import jax
@@ -454,82 +449,6 @@ def test_closed_over_tracers(outer):
 
 def test_everything_known_inside_jit():
     close(jax.jit(lambda: mw.grad(scanned)(STACK, X))(), jax.jit(jax.grad(scanned))(STACK, X))
-
-
-# --- devices ------------------------------------------------------------------------------------------
-
-ON_EIGHT_DEVICES = """
-    import json, warnings
-    import jax, jax.numpy as jnp
-    from jax import lax
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    import moonwalk as mw
-    from test_gradient import LAYERS, STACK, X, looped, scanned
-    from weights import normal
-
-    warnings.simplefilter("ignore")
-    assert jax.device_count() == 8
-    found = {}
-
-    def attempt(name, run):
-        try:
-            pair = jax.tree.leaves(run(mw)), jax.tree.leaves(run(jax))
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-            return
-        for a, b in zip(*pair):
-            if not a.sharding.is_equivalent_to(b.sharding, a.ndim):
-                found[name] = f"{a.sharding} instead of {b.sharding}"
-            if jnp.max(jnp.abs(a - b)) > 1e-10 * jnp.max(jnp.abs(b)):
-                found[name] = f"{a} instead of {b}"
-
-    def sharded(name, mesh, fun, ws, x):
-        with jax.set_mesh(mesh):
-            x = jax.device_put(x, NamedSharding(mesh, P("data")))
-            ws = jax.device_put(ws, NamedSharding(mesh, P()))
-            attempt(name, lambda module: jax.jit(module.value_and_grad(fun))(ws, x))
-
-    for axes in ("Explicit", "Auto"):
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[axes],))
-        sharded(f"looped, {axes}", mesh, looped, LAYERS, X)
-        sharded(f"scanned, {axes}", mesh, scanned, STACK, X)
-        if axes == "Explicit":
-            sharded("scanned, of width 8", mesh, scanned, jnp.stack([jnp.eye(8)] * 8), normal(16, 8))
-
-    def per_device(module):
-        def step(ws, x):
-            return lax.pmean(module.value_and_grad(scanned)(ws, x), "data")
-
-        options = dict(in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-        return jax.jit(jax.shard_map(step, mesh=mesh, **options))(STACK, X)
-
-    attempt("inside of shard_map", per_device)
-    print(json.dumps(found))
-"""
-
-
-def test_batches_over_eight_devices():
-    """The same gradient, sharded as JAX shards it, on meshes of automatic and of explicit axes.
-
-    In a process of its own: the number of devices is fixed when JAX starts.
-    """
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    paths = [str(pathlib.Path(__file__).parent), *filter(None, sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ON_EIGHT_DEVICES)],
-        env={
-            **os.environ,
-            "XLA_FLAGS": flags,
-            "JAX_ENABLE_X64": "1",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(paths),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
 # --- effects ------------------------------------------------------------------------------------------

@@ -391,30 +391,3 @@ def test_check_vijp_looks_at_the_output_too():
 
     fine.defvijp(lambda primals, h: h / 2)
     check(fine, X)
-
-
-def test_meshes(tmp_path):
-    """Eight virtual devices, in a process of their own."""
-    import subprocess
-    import sys
-
-    code = """
-import os
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-os.environ["JAX_ENABLE_X64"] = "1"
-import jax, jax.numpy as jnp, numpy as np, moonwalk as mw
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-w = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (4, 4)))[0]
-f = lambda x: jax.nn.leaky_relu(jnp.tanh(x @ w) @ w.T, .3).reshape(16, 2, 2).mean(-1)
-x = jax.random.normal(jax.random.key(1), (16, 4))
-(h,) = jax.vjp(f, x)[1](jnp.ones((16, 2)))
-for axes in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(axes,))
-    with jax.set_mesh(mesh):
-        sharded = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (x, h))
-        found = jax.jit(lambda x, h: mw.vijp(f, x)[1](h))(*sharded)
-    np.testing.assert_allclose(np.asarray(found), 1.0, rtol=1e-9)
-    print("fine", axes)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.count("fine") == 2, done.stderr[-2000:]

@@ -75,3 +75,8 @@ def worst(errors: Any) -> Array:
         return jnp.zeros((), jnp.float32)
     stacked = jnp.stack([jnp.asarray(e, jnp.float32) for e in errors])
     return jnp.max(jnp.where(jnp.isnan(stacked), jnp.inf, stacked))
+
+
+def summary(errors: tuple[Any, Any]) -> Certificate:
+    """Of (all sampled errors, those at the ends of walks), on whichever device they are largest."""
+    return Certificate(*(compat.largest_anywhere(worst(e)) for e in errors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,21 +34,42 @@ def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
 
 
 def raise_when_run(values: Any, bad: Any, message: str) -> Any:
-    """`values`, which under a trace cannot be had without an error if `bad` is true on any device.
-
-    The error hangs on one number: on many devices `equinox.error_if` of the values themselves would
-    have to make arrays that are sharded, or vary, like them.
-    """
-    if left := compat.outer_axes():
-        raise ValueError(
-            "an error at run time needs a callback, which JAX does not have inside jax.shard_map over "
-            f"only some axes of a mesh (here {', '.join(map(repr, left))} left out); pass "
-            "Moonwalk(on_inexact='nan' or 'ignore') to value_and_grad, leave check=True out of vijp, or "
-            "name all axes in jax.shard_map(..., axis_names=...)"
-        )
+    """`values`, which under a trace cannot be had without an error if `bad` is true on any device."""
     bad = compat.largest_anywhere(jnp.asarray(bad, jnp.float32)) > 0
-    fine = eqx.error_if(jnp.ones((), jnp.float32), bad, message) > 0
+    fine = _guard_p.bind(jnp.ones((), jnp.float32), bad, message=message) > 0
     return jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan).astype(a.dtype), values)
+
+
+# --- the primitive: one number, which is an error, or NaN, where something is bad --------------------
+
+_guard_p = compat.Primitive("moonwalk_guard")
+_guard_p.def_impl(lambda *args, **params: jax.jit(functools.partial(_guard_p.bind, **params))(*args))
+_guard_p.def_abstract_eval(lambda one, bad, **_: one)
+compat.ad.primitive_jvps[_guard_p] = lambda primals, tangents, **params: (
+    _guard_p.bind(*primals, **params),
+    tangents[0],
+)
+compat.batching.primitive_batchers[_guard_p] = lambda args, dims, **params: (
+    _guard_p.bind(jnp.ones((), jnp.float32), jnp.any(args[1]), **params),  # one of a batch is enough
+    compat.not_mapped,
+)
+
+
+def _lower_guard(context: Any, one: Any, bad: Any, *, message: str) -> Any:
+    """Raised on one device alone, an error would leave the others waiting for it for ever."""
+
+    def raising(one: Any, bad: Any) -> Any:
+        return eqx.error_if(one, bad, message)
+
+    def silent(one: Any, bad: Any) -> Any:
+        return jnp.where(bad, jnp.nan, one)
+
+    run = compat.on_every_device(context, raising) or silent
+    return compat.mlir.lower_fun(run, multiple_results=False)(context, one, bad)
+
+
+compat.mlir.register_lowering(_guard_p, _lower_guard)
+compat.sees_devices(_guard_p)
 
 
 def _where(bad: np.ndarray) -> str:

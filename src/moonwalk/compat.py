@@ -120,12 +120,14 @@ __all__ = [
     "mlir",
     "name_p",
     "not_mapped",
+    "on_every_device",
     "open_jaxpr",
     "origin",
-    "outer_axes",
     "scan_counts",
+    "sees_devices",
     "sharded_axes",
     "shards",
+    "silenced",
     "source_context",
     "source_line",
     "struct",
@@ -225,6 +227,26 @@ def has_effects(eqn: JaxprEqn) -> bool:
     Collectives carry an effect, too, which only says that they need a named axis.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def silenced(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations without what prints or calls back, in loops and branches, too."""
+    return [e if not has_effects(e) else _quiet(e) for e in eqns if e.outvars or not has_effects(e)]
+
+
+def _quiet(eqn: JaxprEqn) -> JaxprEqn:
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple):  # branches
+            return tuple(inside(v) for v in value)
+        if not (hasattr(value, "eqns") and hasattr(value, "replace")):
+            return value
+        inner, _ = open_jaxpr(value)
+        eqns = silenced(inner.eqns)
+        new = inner.replace(eqns=eqns, effects=set().union(*(e.effects for e in eqns)))
+        return new if inner is value else value.replace(jaxpr=new)
+
+    effects = {e for e in eqn.effects if type(e).__name__ == "NamedAxisEffect"}
+    return eqn.replace(params={k: inside(v) for k, v in eqn.params.items()}, effects=effects)
 
 
 def label(eqn: JaxprEqn) -> str:
@@ -371,8 +393,11 @@ def varying_zero(like: Any, dtype: Any) -> Any:
 
 
 def largest_anywhere(array: Any) -> Any:
-    """The largest of each entry over the devices on which it may differ."""
-    axes = tuple(sorted(_varying_axes(jax.typeof(array))))
+    """The largest of each entry over the devices that run `jax.shard_map` (with check_vma=False, where
+    types do not say what differs: over all of them)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    differs = _varying_axes(jax.typeof(array)) or mesh.manual_axes
+    axes = tuple(a for a in mesh.axis_names if a in differs)
     return lax.pmax(array, axes) if axes else array
 
 
@@ -406,10 +431,34 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def outer_axes() -> tuple[str, ...]:
-    """Inside `jax.shard_map` over some axes of a mesh: the others, which are left to JAX."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes) if mesh.manual_axes else ()
+def sees_devices(primitive: Primitive) -> None:
+    """Let the lowering of a primitive know which devices the program will run on."""
+    registered = _internal("dispatch", "prim_requires_devices_during_lowering")
+    if registered is not None:
+        registered.add(primitive)
+
+
+def on_every_device(lowering: Any, fun: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function of numbers that calls back, as one that every device of the program at hand calls.
+
+    `lowering`: of a primitive that `sees_devices`. None: the devices are not known, or JAX has no
+    callbacks there (`jax.shard_map` over only some axes of a mesh).
+    """
+    context = lowering.module_context.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is not None:
+        return fun if manual == frozenset(context.mesh.axis_names) else None
+    devices = getattr(context, "device_assignment", None)
+    if devices is None or len(devices) == 1:
+        return fun if getattr(context, "num_devices", 0) == 1 else None
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    whole = jax.sharding.PartitionSpec()
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return jax.shard_map(fun, mesh=mesh, in_specs=whole, out_specs=whole)(*args)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -437,5 +486,10 @@ def is_concrete(*arrays: Any) -> bool:
 
 
 def concrete(array: Any) -> np.ndarray | None:
-    """The values of an array if it has them now, else None."""
-    return np.asarray(array) if is_concrete(array) else None
+    """The values of an array if this process has them now, else None."""
+    if not is_concrete(array):
+        return None
+    elsewhere = isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    )
+    return None if elsewhere else np.asarray(array)

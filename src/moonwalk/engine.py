@@ -99,8 +99,7 @@ class Engine:
         @jax.custom_jvp
         def run(*flat: Any) -> Any:
             out, gradients, errors = self.run(*flat)
-            worst = (compat.largest_anywhere(certificate.worst(e)) for e in errors)
-            return out, gradients, Certificate(*worst)
+            return out, gradients, certificate.summary(errors)
 
         @run.defjvp
         def _(primals: Any, tangents: Any) -> Any:

@@ -47,7 +47,8 @@ _FOLD_LIMIT = 1 << 22  # entries; indices larger than this are not looked into
 
 def fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
     """Integer values that are known while tracing: static indices and what is computed from them."""
-    known = {v: np.asarray(c) for v, c in consts.items() if compat.is_concrete(c) and _foldable(c)}
+    small = {v: compat.concrete(c) for v, c in consts.items() if _foldable(c)}
+    known = {v: c for v, c in small.items() if c is not None}
     for eqn in eqns:
         if eqn.primitive in compat.SAME_VALUES:
             value = _value(eqn.invars[0], known)

@@ -12,6 +12,7 @@ error that would grow past the tolerance have no way out, and are refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from . import compat, engine, graph, seeds, sources
+from .compat import Literal
 from .engine import Engine, Staging
 from .errors import NotSubmersiveError
 from .ledger import Ledger
 from .methods import PureForward
-from .planning import Choice
+from .planning import Choice, state_dtype
 from .plans import Plan
 from .registry import Gain
 from .residuals import nbytes
@@ -61,8 +63,27 @@ def plan(
     engine.heed_weights(choice, made.book)
     described = made.describe(choice, method, signature)
     rows = tuple(replace(r, bytes=0) for r in described.rows)  # nothing is kept from phase to phase
-    described = replace(described, rows=rows, checked=True)
+    tolerance = described.tolerance
+    if method.tolerance is None:
+        tolerance = max(tolerance, _rounding(made.cut, parts.walk))
+    described = replace(described, rows=rows, tolerance=tolerance, checked=True, jvps=parts.jvps)
     return ForwardEngine(staging, made.cut, parts, method), described
+
+
+def _rounding(cut: Trunk, walk: Walk) -> float:
+    """How far <h, v> and dJ[v] may differ where nothing is lost: both are rounded block by block.
+
+    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block.
+    """
+
+    def blocks(walk: Walk) -> int:
+        return sum(
+            s.length * blocks(s.walk) if isinstance(s, ScanStep) else 1
+            for s in walk.steps
+            if s.source == "vijp"
+        )
+
+    return float(jnp.finfo(state_dtype(cut)).eps) * math.sqrt(2 * blocks(walk))
 
 
 class Parts(NamedTuple):
@@ -72,6 +93,7 @@ class Parts(NamedTuple):
     walk: Walk
     head: Plain | None
     seeds: list[Seed]
+    jvps: int
 
     @property
     def segments(self) -> list[Any]:
@@ -85,7 +107,7 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
 
     def walk_over(start: int, stop: int) -> tuple[Walk, dict[int, str]]:
         walk, _ = sources.plan_walk(cut, start, stop, options, book=book, envs=envs)
-        found = {i: _obstacle(s) for i, s in enumerate(walk.steps[: walk.end])}
+        found = {i: _obstacle(s) for i, s in enumerate(walk.steps) if i < walk.end or s.is_stem}
         return walk, {i: why for i, why in found.items() if why is not None}
 
     stop = n
@@ -94,12 +116,13 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
         layers = [
             i
             for i, s in enumerate(whole.steps)
-            if s.node.weights and not s.is_stem and any(v.aval.size > 1 for v in s.block.outputs)
+            if s.node.weights and not s.is_stem and any(v.aval.size != 1 for v in s.block.outputs)
         ]
-        stop = layers[-1] if layers and not cut.nodes[layers[-1]].is_scan else n
+        # A scan is many layers: only what follows it is the head.
+        stop = layers[-1] + cut.nodes[layers[-1]].is_scan if layers else n
         whole, bad = walk_over(0, stop)
     start = max(bad, default=-1) + 1
-    if any(s.node.weights and not s.is_stem for s in whole.steps[:start]):
+    if any(s.node.weights and (not s.is_stem or s.node.is_scan) for s in whole.steps[:start]):
         _refuse(whole.steps[max(bad)], bad[max(bad)])
     walk, _ = walk_over(start, stop)
     for step in walk.steps:
@@ -115,12 +138,12 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
                 "PureForward(per_example=True): the examples must lie along axis 0 of every state that "
                 f"the sweep starts from, but these are {shapes}; leave per_example out"
             )
-        count //= next(iter(examples))[0]
+        count //= max(1, next(iter(examples))[0])
     stem = Plain(cut, 0, start) if start else None
     head = Plain(cut, stop, n) if stop < n else None
     state = max(live_bytes(cut), default=0)
     transient = state * 2 * (min(method.chunk, count) + 1) + nbytes(*(s.variable.aval for s in found))
-    parts = Parts(stem, walk, head, found)
+    parts = Parts(stem, walk, head, found, count)
     return Choice(parts.segments, 0, transient), parts
 
 
@@ -139,11 +162,17 @@ def _obstacle(step: Step) -> str | None:
             return "its outputs' cotangents, or its layers' own stems, need a reverse pass"
         for inner in step.walk.steps:
             why = _obstacle(inner)
+            if isinstance(inner, ScanStep) and inner.seeded and inner.source != "none":
+                why = "it starts from data in every layer, and that cotangent needs a reverse pass"
             if why is not None:
                 return f"in its body, {inner.node.describe()}: {why}"
         return None
+    if step.is_stem and step.node.is_scan:
+        return "a scan that reads no state is differentiated as a whole, which keeps every layer"
     if step.is_stem or step.node.is_aside:
         return None
+    if step.node.calls_once:
+        return "something inside it calls back to the host, which must happen once"
     if not step.block.inputs and step.source == "anchor":
         return "it starts a way of its own, whose cotangent would be kept in a reverse pass"
     return step.reason if step.source in ("anchor", "given") else None
@@ -194,8 +223,9 @@ class ForwardEngine(Engine):
         method: PureForward,
     ):
         super().__init__(staging, cut, parts.segments)
-        self.stem, self.walk, self.head, self.seeds = parts
+        self.stem, self.walk, self.head, self.seeds, _ = parts
         self.method = method
+        self.sums = self._sums() if method.per_example and self.seeds else None
 
     def phases(
         self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
@@ -264,7 +294,7 @@ class ForwardEngine(Engine):
             for i in nodes:
                 node = self.cut.nodes[i]
                 if not (node.block.outputs and all(v in given for v in node.block.outputs)):
-                    _run(node, env, {**env, **own.get(i, {})}, silent=True)
+                    _run(node, env, {**env, **own.get(i, {})}, silent=True, also=wanted)
             return [graph.read(env, v) for v in wanted]
 
         return tail
@@ -277,27 +307,38 @@ class ForwardEngine(Engine):
             if node.is_stem:
                 _run(node, env, env, silent=True)
         values = [env[s.variable] for s in self.seeds]
+        if not any(a.size for a in values):
+            return [jnp.zeros_like(a) for a in values]
         nodes = range(self.walk.start, len(self.cut.nodes))
-        loss = self.cut.outputs[0]
-        if not self.method.per_example:
-            tail = self._tail(fixed, x, nodes, self.seeds, [loss])
+        sums = self.sums
+        if sums is None:
+            tail = self._tail(fixed, x, nodes, self.seeds, self.cut.outputs)
             return seeds.by_entries(tail, values, self.method.chunk)
-        sums = self._sums(loss, values[0].shape[0])
         tail = self._tail(fixed, x, nodes, self.seeds, sums.summands)
 
         def outer(*made: Any) -> list[Any]:
             return seeds.evaluate(
-                sums.outer, {**env, **dict(zip(sums.results, made, strict=True))}, [loss]
+                sums.outer, {**env, **dict(zip(sums.results, made, strict=True))}, [sums.loss]
             )
 
-        return seeds.by_features(tail, outer, values, self.method.chunk)
+        shapes = [v.aval.shape for v in sums.results]
+        return seeds.by_features(tail, outer, shapes, values, self.method.chunk)
 
-    def _sums(self, loss: Any, examples: int) -> seeds.Sums:
-        eqns = [e for n in self.cut.nodes[self.walk.start :] for e in n.block.eqns]
-        moved = [
-            v for n in self.cut.nodes[self.walk.start :] for v in (*n.block.inputs, *n.block.outputs)
-        ]
-        found = seeds.find_sums(eqns, loss, [*moved, *(s.variable for s in self.seeds)])
+    def _sums(self) -> seeds.Sums:
+        """The loss as sums over the examples, or ValueError."""
+        examples = self.seeds[0].variable.aval.shape[0]
+        nodes = self.cut.nodes[self.walk.start :]
+        source = {copy: n.block.inputs[0] for n in nodes if n.is_fork for copy in n.block.outputs}
+
+        def original(v: Any) -> Any:
+            while not isinstance(v, Literal) and v in source:
+                v = source[v]
+            return v
+
+        eqns = [e.replace(invars=[original(v) for v in e.invars]) for n in nodes for e in n.block.eqns]
+        moved = [original(v) for n in nodes for v in (*n.block.inputs, *n.block.outputs)]
+        moved += [s.variable for s in self.seeds]
+        found = seeds.find_sums(eqns, original(self.cut.outputs[0]), moved)
         if isinstance(found, str):
             reason = found
         else:
@@ -334,12 +375,16 @@ class ForwardEngine(Engine):
         return jnp.max(jax.lax.map(difference, keys)).astype(jnp.float32)
 
 
-def _run(node: Node, env: Env, reads: Env, *, silent: bool = False) -> None:
-    """Run a node, reading from `reads` and writing to `env`. `silent`: nothing prints or calls back."""
+def _run(node: Node, env: Env, reads: Env, *, silent: bool = False, also: Sequence[Any] = ()) -> None:
+    """Run a node, reading from `reads` and writing to `env`.
+
+    `silent`: nothing prints or calls back. `also`: variables that are wanted, though no node reads them.
+    """
     block = node.block
-    if silent and node.is_silent:
-        return
-    made = (*block.outputs, *block.exports)
+    if silent and node.effects:
+        block = replace(block, eqns=tuple(compat.silenced(block.eqns)))
+    inside = [v for e in block.eqns for v in e.outvars if any(v is a for a in also)]
+    made = tuple(dict.fromkeys((*block.outputs, *block.exports, *inside)))
     values = block.values(
         made, [reads[v] for v in block.inputs], [graph.read(reads, v) for v in block.operands]
     )

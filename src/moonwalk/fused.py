@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import certificate, gradient
+from . import certificate, compat, gradient
 from .certificate import Certificate
 from .engine import Engine
 from .gradient import Call, Method
@@ -69,7 +68,6 @@ def fused_update(
             f"method, but got {optimizer!r}"
         )
 
-    @functools.wraps(fun)
     def step(params: Any, opt_state: Any, *data: Any, **kwargs: Any) -> Any:
         call = Call("fused_update", fun, 0, has_aux, (params, *data), kwargs)
         value, aux, params, opt_state, found = call.measuring(
@@ -85,14 +83,17 @@ def _step(
     call: Call, optimizer: Any, params: Any, opt_state: Any, method: Method, certify: bool
 ) -> tuple[Any, Any, Any, Any, Certificate]:
     """(value, auxiliary data, new parameters, new state, certificate)."""
-    made, described, staged = call.plan(method, certify=certify, fused=True)
+    engine, described, staged = call.plan(method, certify=certify, fused=True)
     leaves, tree = [jnp.asarray(a) for a in call.leaves], jax.tree.structure(params)
-    update = Fused(made, optimizer, jax.tree.unflatten(tree, leaves), opt_state)
+    update = Fused(engine, optimizer, jax.tree.unflatten(tree, leaves), opt_state)
     out, new, found = update(leaves, (*call.others, *staged.staged.consts))
-    new_params, new_state = new[: len(leaves)], new[len(leaves) :]
     if described.checked:
         settings = method.method if isinstance(method, Plan) else method
-        new_params = gradient.heed(new_params, found, described, settings)
+        own = [k for k in update.program.owned if jnp.issubdtype(new[k].dtype, jnp.inexact)]
+        heeded = gradient.heed([new[k] for k in own], found, described, settings)
+        for k, a in zip(own, heeded, strict=True):
+            new[k] = a
+    new_params, new_state = new[: len(leaves)], new[len(leaves) :]
     state = jax.tree.unflatten(update.program.state_tree, new_state)
     return *call.results(out), jax.tree.unflatten(tree, new_params), state, found
 
@@ -141,8 +142,8 @@ class Fused:
         out, new, errors = self._pass(env, leaves, rest)
         with jax.named_scope("optimizer"):
             new = {**new, **program.rest(env)}
-        exact = Certificate(*(certificate.worst(e) for e in errors))
-        return out, [new[k] for k in range(len(program.outputs))], exact
+        found = certificate.summary(errors)
+        return out, [new[k] for k in range(len(program.outputs))], found
 
     def _pass(self, env: Any, leaves: Any, rest: Any, *, norms: bool = False) -> Any:
         engine = self.engine
@@ -152,5 +153,5 @@ class Fused:
             ledger = Updating(self.fusing, self.program, env, fixed, norms=norms)
             out, h, errors = engine.phases(fixed, x, ledger, again=norms)
             for v in engine.staging.inputs:
-                ledger.give(v, h.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)))
+                ledger.give(v, h[v] if v in h else compat.full(v.aval, 0.0))
             return out, ledger.finish(), errors

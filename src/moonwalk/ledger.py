@@ -71,9 +71,14 @@ class Layers:
 
 def take(stacked: Any, i: Any) -> Any:
     """Layer i of every array in a tree."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacked)
+
+    def one(a: Any) -> Any:
+        return lax.dynamic_index_in_dim(a, i, 0, keepdims=False, allow_negative_indices=False)
+
+    return jax.tree.map(one, stacked)
 
 
 def put(stacked: Any, i: Any, value: Any) -> Any:
     """The array with layer i replaced: in place, where it is a loop's carry."""
-    return lax.dynamic_update_index_in_dim(stacked, value.astype(stacked.dtype), i, 0)
+    value = value.astype(stacked.dtype)
+    return lax.dynamic_update_index_in_dim(stacked, value, i, 0, allow_negative_indices=False)

@@ -42,6 +42,12 @@ REDUCTIONS: dict[Any, Any] = {
 }
 
 
+_LAYERED = (
+    "this leaf stacks the layers of a scan, whose gradients come layer by layer (keep the layers as "
+    "separate leaves, or exclude them from this transformation)"
+)
+
+
 class Program:
     """The traced update of an optimizer on given parameters."""
 
@@ -58,20 +64,44 @@ class Program:
             grads, params = (jax.tree.unflatten(self.tree, flat[k * n : (k + 1) * n]) for k in range(2))
             state = jax.tree.unflatten(self.state_tree, flat[2 * n :])
             updates, state = optimizer.update(grads, state, params)
+            if jax.tree.structure(state) != self.state_tree:
+                raise OptimizerError(
+                    "fused_update: the optimizer's update returns a state of another structure than it "
+                    "was given; use moonwalk.value_and_grad and apply the update after it"
+                )
             new = optax.apply_updates(params, updates)
             return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
-        staged = staging.stage(update, *leaves, *leaves, *self.state_leaves)
+        try:
+            staged = staging.stage(update, *leaves, *leaves, *self.state_leaves)
+        except Exception as error:
+            self._explain(error, optimizer, params, state)
+            raise
         jaxpr, n = staged.jaxpr, self.count
         self.known = dict(zip(jaxpr.constvars, staged.consts, strict=True))
         self.g, self.p, self.s = jaxpr.invars[:n], jaxpr.invars[n : 2 * n], jaxpr.invars[2 * n :]
         self.outputs = jaxpr.outvars
-        if len(self.outputs) != n + len(self.s):
-            raise OptimizerError(
-                "fused_update: the optimizer's update returns a state of another structure than it was "
-                "given; use moonwalk.value_and_grad and apply the update after it"
-            )
+        for e in jaxpr.eqns:
+            if compat.has_effects(e):
+                self._refuse(e, (), "it prints or calls back")
         self._sort(needed(jaxpr.eqns, [v for v in self.outputs if _is_var(v)]))
+
+    def _explain(self, error: Exception, optimizer: Any, params: Any, state: Any) -> None:
+        """Raise what says more than an error from inside the optimizer, where there is such a thing."""
+        if isinstance(error, TypeError) and "keyword-only" in str(error):
+            raise OptimizerError(
+                "fused_update: the optimizer's update must do with gradients, state and parameters, but "
+                f"it asks for more: {error}; use moonwalk.value_and_grad and apply the update after it"
+            ) from error
+        expected, given = _types(jax.eval_shape(optimizer.init, params)), _types(state)
+        names = [n for n in (*expected, *given) if expected.get(n) != given.get(n)]
+        if names:
+            name = names[0]
+            raise ValueError(
+                "fused_update: opt_state is not a state of this optimizer for these parameters: "
+                f"opt_state{name} should be {expected.get(name, 'absent')}, but is "
+                f"{given.get(name, 'absent')}; make it with optimizer.init(params)"
+            ) from error
 
     # -- sorting -----------------------------------------------------------------------------------
     def _sort(self, eqns: Sequence[JaxprEqn]) -> None:
@@ -80,73 +110,83 @@ class Program:
             leaf[self.g[i]] = leaf[self.p[i]] = frozenset({i})
         nobody: frozenset[int] = frozenset()
         arrays = {v for v in self.s if v.aval.size > 1}  # and what depends on an array of the state
-        self.first: list[JaxprEqn] = []
-        self.middle: list[JaxprEqn] = []
-        self.late: set[Any] = set()  # known once the norms are
+        after: set[Any] = set()  # what depends on norms
         self.norms: dict[int, list[Any]] = {}
         self.eqns: list[JaxprEqn] = []
         self.maker = {v: e for e in eqns for v in e.outvars}
+        first, middle, free, common = [], [], [], []  # the last two: may move to the first two
         for e in eqns:
             reads = [v for v in e.invars if _is_var(v)]
             on = frozenset().union(*(leaf.get(v, nobody) for v in reads)) if reads else nobody
             numbers = all(v.aval.size == 1 for v in (*reads, *e.outvars))
+            waits = any(v in after for v in reads)
             if len(on) == 1 and on <= self.layered and _reduces_all(e):
-                (i,) = on
-                self.norms.setdefault(i, []).append(e.outvars[0])
-                self.late.update(e.outvars)
-                self.eqns.append(e)
+                self._wait_for(e.outvars[0], e, on, waits)
+                after.update(e.outvars)
                 on = nobody
-            elif numbers and (len(on) > 1 or any(v in self.late for v in reads)):
+            elif numbers and (len(on) > 1 or (waits and not any(v in after and leaf[v] for v in reads))):
                 for v in reads:
                     if leaf.get(v):
-                        (i,) = leaf[v]
-                        if v not in self.norms.setdefault(i, []):
-                            self.norms[i].append(v)
-                self.middle.append(e)
-                self.late.update(e.outvars)
+                        self._wait_for(v, e, leaf[v], v in after)
+                middle.append(e)
+                common.append(e)
+                after.update(e.outvars)
                 on = nobody
             elif len(on) > 1:
                 self._refuse(e, on, "it combines whole gradients")
-            elif (
-                not on
-                and not any(v in arrays or v in self.late for v in reads)
-                and (numbers or not _is_entrywise(e))
-            ):
-                self.first.append(e)
             else:
                 self.eqns.append(e)
+                if waits:
+                    after.update(e.outvars)
                 if any(v in arrays for v in reads):
                     arrays.update(e.outvars)
+                elif not on and not waits:
+                    free.append(e)
+                    if numbers or not _is_entrywise(e):
+                        first.append(e)
+                if not on:
+                    common.append(e)
             leaf.update((v, on) for v in e.outvars)
-        self.leaf_of = [
-            self._owner(v, leaf.get(v, nobody) if _is_var(v) else nobody) for v in self.outputs
-        ]
+        self.first = needed(free, _made(first))
+        known = _made(self.first)
+        self.eqns = [e for e in self.eqns if not known.issuperset(e.outvars)]
+        self.middle = [e for e in needed(common, _made(middle)) if not known.issuperset(e.outvars)]
+        owners = [leaf.get(v, nobody) if _is_var(v) else nobody for v in self.outputs]
+        self.leaf_of = [next(iter(on)) if on else None for on in owners]
         self.mine = {
             i: [k for k, owner in enumerate(self.leaf_of) if owner == i] for i in range(self.count)
         }
-        ends = [v for v in self.outputs if _is_var(v)]
-        wanted = {v for e in needed(eqns, ends) for v in e.invars if _is_var(v)} | set(ends)
-        self.norms = {i: [v for v in vs if v in wanted] for i, vs in self.norms.items()}
-        self.norms = {i: vs for i, vs in self.norms.items() if vs}
         for i in self.layered:
             self._check_layered(i)
 
-    def _owner(self, v: Any, on: frozenset[int]) -> int | None:
-        if not on and v in self.p:
-            return self.p.index(v)
-        return next(iter(on)) if on else None
+    def _wait_for(self, v: Any, e: JaxprEqn, on: frozenset[int], waits: bool) -> None:
+        """Others wait for a number, of one leaf's gradient, that an equation makes or reads."""
+        (i,) = on
+        if waits:
+            why = "it takes a norm of what another norm has made"
+            self._refuse(e, on, f"{why}; {_LAYERED}" if i in self.layered else why)
+        if i in self.layered and not _reduces_all(self.maker[v]):
+            self._refuse(e, on, _LAYERED)
+        if v not in self.norms.setdefault(i, []):
+            self.norms[i].append(v)
 
     @property
     def needs_norms(self) -> bool:
         """Whether every gradient must have been seen before the first can be applied."""
         return bool(self.norms)
 
+    @property
+    def owned(self) -> list[int]:
+        """Outputs that belong to a leaf."""
+        return [k for k, owner in enumerate(self.leaf_of) if owner is not None]
+
     def _refuse(self, e: JaxprEqn, leaves: Iterable[int], why: str) -> None:
         names = [self.names[i] for i in sorted(leaves)]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise OptimizerError(
-            f"fused_update cannot serve this optimizer: `{e.primitive.name}` at {compat.source_line(e)} "
-            f"is applied to {shown}, and {why}, so the update cannot run as gradients come; use "
+            f"fused_update cannot serve this optimizer: `{e.primitive.name}` at {compat.source_line(e)}"
+            + (f" is applied to {shown}, and " if names else ": ")
+            + f"{why}, so the update cannot run as gradients come; use "
             "moonwalk.value_and_grad and apply the update after it"
         )
 
@@ -157,29 +197,19 @@ class Program:
         for e in self.slice_for(ends):
             alike = all(v.aval.shape == shape or v.aval.size == 1 for v in (*e.invars, *e.outvars))
             if not alike or not _is_entrywise(e):
-                self._refuse(
-                    e,
-                    [i],
-                    "this leaf stacks the layers of a scan, whose gradients come layer by layer (keep "
-                    "the layers as separate leaves, or exclude them from this transformation)",
-                )
+                self._refuse(e, [i], _LAYERED)
         for k in self.mine[i]:
-            if self.outputs[k].aval.shape != shape:
-                e = self.maker[self.outputs[k]]
-                self._refuse(e, [i], "its result has another shape than the leaf, which stacks layers")
+            new, old = self.outputs[k], self.stacked_input(k)
+            if (new.aval.shape, new.aval.dtype) != (shape, old.aval.dtype):
+                why = (
+                    f"its result {graph.type_of(new)} cannot replace {graph.type_of(old)} layer by layer"
+                )
+                self._refuse(self.maker[new], [i], why)
 
     # -- running -----------------------------------------------------------------------------------
     def slice_for(self, ends: Sequence[Any]) -> list[JaxprEqn]:
         """Of the leaves' equations, those that some variables need."""
-        stop = self.late
-        wanted, found = {v for v in ends if _is_var(v)}, []
-        for e in reversed(self.eqns):
-            if any(v in wanted for v in e.outvars):
-                if all(v in stop for v in e.outvars) and not any(v in ends for v in e.outvars):
-                    continue  # a norm: known, or not wanted
-                found.append(e)
-                wanted.update(v for v in e.invars if _is_var(v))
-        return found[::-1]
+        return needed(self.eqns, [v for v in ends if _is_var(v)])
 
     def begin(self, params: Sequence[Any], state: Sequence[Any]) -> Env:
         """The environment of the first stage."""
@@ -254,26 +284,31 @@ class Program:
     def _layer(
         self, env: Env, i: int, layer: Any, g: Any, old: dict[int, Any], ends: Sequence[Any]
     ) -> Env:
-        shape, eqns = self.p[i].aval.shape, self.slice_for(ends)
         own = {self.g[i]: g, **{self.stacked_input(k): a for k, a in old.items()}}
-        made = {v for e in eqns for v in e.outvars}
-        for v in {v for e in eqns for v in e.invars if _is_var(v)} - made - set(own):
-            if v.aval.shape == shape:  # an array that is the same in every step: noise, a mask
-                own[v] = take(env[v], layer)
-        env = {**env, **own}
-        run_layer(eqns, env, shape)
-        return env
+        return run_layer(self.slice_for(ends), env, own, self.p[i].aval.shape, layer)
 
 
-def run_layer(eqns: Iterable[JaxprEqn], env: Env, shape: tuple[int, ...]) -> None:
-    """Run entrywise equations between stacks of a shape on one layer of each."""
+def run_layer(eqns: Sequence[JaxprEqn], env: Env, own: Env, shape: tuple[int, ...], layer: Any) -> Env:
+    """Run entrywise equations between stacks of a shape on one layer of each.
+
+    `own`: that layer of some variables. Of other stacks (noise, a mask) it is taken from `env`.
+    """
+    others = {v for e in eqns for v in e.invars if _is_var(v)} - _made(eqns) - set(own)
+    own = {**{v: take(env[v], layer) for v in others if v.aval.shape == shape}, **own}
+    env = {**env, **own}
     for e in eqns:
         if e.primitive is lax.broadcast_in_dim_p and e.outvars[0].aval.shape == shape:
             value = jnp.reshape(graph.read(env, e.invars[0]), ())
             env[e.outvars[0]] = jnp.broadcast_to(value, shape[1:])
-        else:
-            inputs = [graph.read(env, v) for v in e.invars]
-            env.update(zip(e.outvars, compat.bind(e, inputs), strict=True))
+            continue
+        inputs = [graph.read(env, v) for v in e.invars]
+        if e.outvars[0].aval.shape == shape:  # a single number may have as many axes as the stack
+            inputs = [
+                a if v.aval.shape == shape else jnp.reshape(a, ())
+                for v, a in zip(e.invars, inputs, strict=True)
+            ]
+        env.update(zip(e.outvars, compat.bind(e, inputs), strict=True))
+    return env
 
 
 def is_entrywise(eqns: Iterable[JaxprEqn], shape: tuple[int, ...]) -> bool:
@@ -302,6 +337,16 @@ def _identity(reduction: Any, dtype: Any) -> Any:
     limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, np.floating) else jnp.iinfo(dtype)
     infinite = np.inf if jnp.issubdtype(dtype, np.floating) else limits.max
     return jnp.full((), -infinite if reduction is lax.reduce_max_p else infinite, dtype)
+
+
+def _types(tree: Any) -> dict[str, str]:
+    """Types of a tree's leaves by their paths."""
+    leaves = jax.tree.flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(p): f"{jnp.result_type(a)}{list(jnp.shape(a))}" for p, a in leaves}
+
+
+def _made(eqns: Iterable[JaxprEqn]) -> set[Any]:
+    return {v for e in eqns for v in e.outvars}
 
 
 def _is_var(atom: Any) -> bool:

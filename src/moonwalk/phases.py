@@ -74,6 +74,9 @@ def reverse(
                 own = walk_back_and_forth(segment, fixed, kept, start, h, out)
             errors += own
             closures += own[-1:]
+            if number:
+                # What precedes waits for the sweep: nothing else keeps XLA from doing both side by side.
+                hold((h, list(h)), *out.parts([v for s in segment.steps for v in s.node.weights]))
     return errors, closures
 
 

@@ -207,7 +207,7 @@ def _cut_walks(steps: Sequence[Step], pieces: Sequence[Piece], count: int | str)
                 start, taken = i, 0
             taken += layers[i]
             if is_scan:
-                result.append(Piece("rewalk", i, i + 1, min(every, layers[i])))
+                result.append(Piece("rewalk", i, i + 1, evenly(layers[i], min(every, layers[i]))))
                 start, taken = i + 1, 0
         if start < piece.stop:
             result.append(Piece("rewalk", start, piece.stop))
@@ -238,6 +238,9 @@ class _Walked:
             return None
         layer = max(1.0, (step.kept_bytes + step.layers_memo_bytes) / step.length)
         every = evenly(step.length, max(1, min(step.length, int(limit / layer))))
+        if every == step.length:
+            # One segment saves nothing alone; of several scans, XLA would make room for all at once.
+            return None
         return ScanWalk(step.trunk, i, i + 1, [step], every=every)
 
     def limits(self) -> set[int]:
@@ -390,7 +393,8 @@ def _realise(
         if kind in ("walk", "rewalk"):
             walk, _ = plan_walk(cut, i, j, options, book=book, envs=envs)
             walk.recomputed = kind == "rewalk"
-            walk = _in_segments(walk, every, options) if every else walk
+            # A scan in one segment is a walk like any other.
+            walk = _in_segments(walk, every, options) if 0 < every < walk.steps[0].length else walk
             segments.append(walk)
             start = live[i] if i else 0
             if walk.recomputed:

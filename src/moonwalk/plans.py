@@ -61,6 +61,7 @@ class Plan:
     checked: bool  # whether its walks are certified, asked or not
     signature: tuple[tuple[str, str], ...]
     gains: tuple[tuple[Any, Gain], ...]
+    jvps: int = 0  # that a seed takes (`PureForward`)
 
     @property
     def walks(self) -> bool:
@@ -121,6 +122,7 @@ def _table(plan: Plan) -> str:
         f"weight side {human(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
         f"{plan.walked} blocks walked, {plan.anchors} anchors"
         + (f"; {plan.segments} segments run again" if plan.segments else "")
+        + (f"; a seed by {plan.jvps} jvps" if plan.jvps else "")
         + ("; gains measured" if plan.measured else "")
     ]
     header = ("block", "mode", "kept", "M_x", "M_θ", "gain", "why", "source")

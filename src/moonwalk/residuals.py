@@ -9,7 +9,7 @@ entry), the state is kept and the block linearised again from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -180,7 +180,7 @@ def _descendants(eqns: Sequence[JaxprEqn], roots: Sequence[Any]) -> set[Any]:
     return found
 
 
-def needed(eqns: Sequence[JaxprEqn], outputs: Sequence[Any], *, effects: bool = False) -> list[JaxprEqn]:
+def needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], *, effects: bool = False) -> list[JaxprEqn]:
     """The equations that these outputs need; with `effects`, also those that print or call back."""
     wanted, kept = set(outputs), []
     for eqn in reversed(eqns):

@@ -19,7 +19,7 @@ from . import compat
 from .ledger import Ledger
 from .residuals import nbytes
 from .scans import ScanStep, Sums
-from .walks import Env, Walk
+from .walks import Env, Walk, hold
 
 
 @dataclass(eq=False, repr=False)
@@ -51,12 +51,12 @@ class ScanWalk(Walk):
         step = self.scan
         return -(-(step.kept_bytes + step.layers_memo_bytes) * self.every // step.length)
 
-    def _firsts(self) -> Any:
-        """((segments, their first layers), (the shorter last one, its first layer))."""
+    def _firsts(self) -> tuple[int, int, int, int]:
+        """(whole segments, layers of the shorter last one, first layer of the former, of the latter)."""
         segments, short = divmod(self.scan.length, self.every)
-        start = short if self.scan.reverse else 0
-        firsts = start + self.every * jnp.arange(segments)
-        return (segments, firsts), (short, 0 if self.scan.reverse else segments * self.every)
+        if self.scan.reverse:
+            return segments, short, short, 0
+        return segments, short, 0, self.scan.length - short
 
     def phase_one(
         self,
@@ -68,58 +68,68 @@ class ScanWalk(Walk):
         again: bool = False,
     ) -> Any:
         """Forward: the carries at the starts of segments."""
-        del retain, keep
+        del keep
         step = self.scan
         operands, carry = step.operands_of(fixed, x)
-        (segments, firsts), (short, first) = self._firsts()
+        segments, short, start, rest_start = self._firsts()
 
-        def segment(carry: Any, first: Any) -> Any:
+        def segment(carry: Any, number: Any, _: Any) -> Any:
+            first = start + number * self.every
             last, ys, _ = step.forward(operands, carry, (first, self.every), keep=False, again=again)
             return last, (carry, ys)
 
         rest = rest_ys = None
-        last, (starts, ys) = step.scan(segment, carry, firsts, length=segments)
+        last, (starts, ys) = step.scan(segment, carry, length=segments)
         if short:
             rest = last
-            last, rest_ys, _ = step.forward(operands, last, (first, short), keep=False, again=again)
+            last, rest_ys, _ = step.forward(operands, last, (rest_start, short), keep=False, again=again)
         x.update(zip(step.eqn.outvars, (*last, *step.joined(ys, rest_ys)), strict=True))
-        return starts, rest
+        self._drop(x, 0, retain)
+        kept = {"starts": starts, "rest": rest}
+        hold((x, list(x)), (kept, list(kept)))
+        return kept
 
     def back_and_forth(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
         """Phases I, II and III, segment by segment."""
         step = self.scan
         operands, _ = step.operands_of(fixed, {})
-        starts, rest = kept
+        # Outside a loop, as the shorter segment is (and, to XLA, a loop that runs once), nothing but a
+        # barrier keeps Phase I from being run again at once.
+        kept = dict(kept)
+        hold((h, list(h)), (kept, list(kept)))
+        starts, rest = kept["starts"], kept["rest"]
         h_last, h_ys = step.arriving(h)
         in_back = Sums(step, operands, step.inner_in_back)
         in_sweep = Sums(step, operands, step.inner_in_sweep, out, apart=step.weights_in_back)
         factors = [None] * len(step.walk.steps)  # made in the loop: for all layers they are weight-sized
 
-        def segment(carry: Any, layers: Any, start: Any) -> Any:
+        def segment(carry: Any, layers: Any, state: Any) -> Any:
             h, back, swept, worst = carry
             # A layer's weights may be updated once it is swept, and never read again.
             now = operands._replace(newer=(in_sweep, swept))
             with jax.named_scope("phase_1"):
-                _, _, held = step.forward(now, start, layers, again=True)
+                _, _, held = step.forward(now, state, layers, again=True)
             with jax.named_scope("phase_2"):
                 h, back, memo = step.backward(now, held, h, h_ys, layers, in_back, back)
             with jax.named_scope("phase_3"):
                 _, _, swept, worst, _ = step.onward(
-                    *(now, held, memo, factors, start, h, h_ys, layers, in_sweep, swept, worst)
+                    *(now, held, memo, factors, state, h, h_ys, layers, in_sweep, swept, worst)
                 )
             return h, back, swept, worst
 
-        (segments, firsts), (short, first) = self._firsts()
+        segments, short, start, rest_start = self._firsts()
         worst = compat.varying_zero((operands[:3], h_last, h_ys, starts), jnp.float32)
         carry = (h_last, in_back.start(), in_sweep.start(), worst)
         if short:
-            carry = segment(carry, (first, short), rest)
+            carry = segment(carry, (rest_start, short), rest)
+            box = {"carry": carry, "starts": starts}
+            hold((box, list(box)))
+            carry, starts = box["carry"], box["starts"]
 
-        def whole(carry: Any, inputs: Any) -> Any:
-            first, start = inputs
-            return segment(carry, (first, self.every), start), None
+        def whole(carry: Any, number: Any, state: Any) -> Any:
+            return segment(carry, (start + number * self.every, self.every), state), None
 
-        carry, _ = step.scan(whole, carry, (firsts, starts), backward=True, length=segments)
+        carry, _ = step.scan(whole, carry, starts, backward=True, length=segments)
         h_first, back, swept, worst = carry
         step.leaving(h, h_first)
         out.add(in_back.finish(back))

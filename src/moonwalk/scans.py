@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import certificate, compat, graph
@@ -185,8 +186,21 @@ class ScanStep(Step):
         known = {**fixed, **x}
         return [graph.read(known, v) for v in self.body.jaxpr.outvars]
 
-    def scan(self, step: Any, carry: Any, xs: Any, *, backward: bool = False, length: Any) -> Any:
-        return lax.scan(step, carry, xs, length=length, reverse=self.reverse != backward)
+    def scan(self, step: Any, carry: Any, xs: Any = None, *, backward: bool = False, length: int) -> Any:
+        """A loop over `length` places in the scan's order (or backward): step(carry, place, xs).
+
+        The place is counted in the carry. Read from an array of places, XLA would not know it for the
+        loop's own counter.
+        """
+        down = self.reverse != backward
+
+        def body(carry: Any, xs: Any) -> Any:
+            count, carry = carry
+            carry, ys = step(carry, length - 1 - count if down else count, xs)
+            return (count + 1, carry), ys
+
+        (_, carry), ys = lax.scan(body, (np.int32(0), carry), xs, length=length, reverse=down)
+        return carry, ys
 
     # -- loops over some of the layers ---------------------------------------------------------------
     # Layers are `first` + 0 … count−1. What belongs to all layers is read by the layer's number, what a
@@ -206,7 +220,7 @@ class ScanStep(Step):
         retain = frozenset(v for v in self.body.jaxpr.outvars if not isinstance(v, Literal))
         split = self.body.counts.carry
 
-        def step(carry: Any, place: Any) -> Any:
+        def step(carry: Any, place: Any, _: Any) -> Any:
             xs, made = operands.layer(first + place), take(operands.made, first + place)
             env = self._fixed(operands.consts, xs, made, first=not again)
             state = self._layer_x(operands.consts, carry, xs)
@@ -214,7 +228,7 @@ class ScanStep(Step):
             out = self._results(env, state)
             return out[:split], (out[split:], kept)
 
-        last, (ys, kept) = self.scan(step, carry, jnp.arange(count), length=count)
+        last, (ys, kept) = self.scan(step, carry, length=count)
         return last, ys, kept
 
     def backward(
@@ -224,7 +238,7 @@ class ScanStep(Step):
         first, count = layers
         out_carry, out_ys = self.body.outputs
 
-        def step(carry: Any, place: Any) -> Any:
+        def step(carry: Any, place: Any, _: Any) -> Any:
             h_carry, total = carry
             i = first + place
             xs, (made, h_layer) = operands.layer(i), take((operands.made, h_ys), i)
@@ -240,36 +254,30 @@ class ScanStep(Step):
             total = sums.add(total, i, env, found.found)
             return ([layer[v] for v in self.h_ins], total), (memos, (samples, inner))
 
-        start = (h_carry, total)
+        carry = (h_carry, total)
         if self.period is None or self.period >= count:
-            places = jnp.arange(count)
-            (h_first, total), memo = self.scan(step, start, places, backward=True, length=count)
+            (h_first, total), memo = self.scan(step, carry, backward=True, length=count)
             return h_first, total, (memo, None, None)
-        (periods, main), (short, rest) = self._in_periods(count)
+        size, (periods, short, start, rest) = self.period, self._in_periods(count)
         rest_memo = rest_anchors = None
-        carry = start
         if short:
-            carry, rest_memo = self.scan(step, carry, rest, backward=True, length=short)
+            carry, rest_memo = self.scan(_from(rest, step), carry, backward=True, length=short)
             rest_anchors = carry[0]
 
-        def period(carry: Any, places: Any) -> Any:
-            carry, memo = self.scan(step, carry, places, backward=True, length=self.period)
+        def period(carry: Any, number: Any, _: Any) -> Any:
+            inner = _from(start + number * size, step)
+            carry, memo = self.scan(inner, carry, backward=True, length=size)
             return carry, (memo, carry[0])
 
-        carry, (memo, anchors) = self.scan(period, carry, main, backward=True, length=periods)
+        carry, (memo, anchors) = self.scan(period, carry, backward=True, length=periods)
         h_first, total = carry
         return h_first, total, (memo, anchors, (rest_memo, rest_anchors))
 
-    def _in_periods(self, count: int) -> Any:
-        """Places of the layers as ((periods, [periods, K]), (short, [short])), in the scan's order."""
+    def _in_periods(self, count: int) -> tuple[int, int, int, int]:
+        """(whole periods, layers of the shorter last one, first place of the former, of the latter)."""
         assert self.period is not None
         periods, short = divmod(count, self.period)
-        places = jnp.arange(count)
-        if self.reverse:
-            rest, main = places[:short], places[short:]
-        else:
-            main, rest = places[: count - short], places[count - short :]
-        return (periods, main.reshape(periods, self.period)), (short, rest)
+        return (periods, short, short, 0) if self.reverse else (periods, short, 0, count - short)
 
     def onward(
         self,
@@ -290,9 +298,9 @@ class ScanStep(Step):
         out_carry, out_ys = self.body.outputs
         split = self.body.counts.carry
 
-        def step(carry: Any, inputs: Any) -> Any:
+        def step(carry: Any, place: Any, memo: Any) -> Any:
             x_carry, h_carry, total, worst, before = carry
-            place, (memos, (samples, inner)) = inputs
+            memos, (samples, inner) = memo
             i = first + place
             # Compared at the start of the next layer, where h is a carry and exists anyhow: a
             # comparison at the end of its own layer would keep one more h alive.
@@ -323,28 +331,29 @@ class ScanStep(Step):
         memo, anchors, rest = memo
         if anchors is None:
             carry = (x_carry, h_carry, total, worst, self._samples(h_carry))
-            carry, ys = self.scan(step, carry, (jnp.arange(count), memo), length=count)
+            carry, ys = self.scan(step, carry, memo, length=count)
         else:
-            (periods, places), (short, rest_places) = self._in_periods(count)
+            periods, short, start, rest_start = self._in_periods(count)
+            size = self.period or count
 
             def from_anchor(carry: Any, anchor: Any) -> Any:
                 x_carry, h_carry, total, worst, before = carry
                 worst = self._compared(worst, h_carry, before)
                 return (x_carry, anchor, total, worst, self._samples(anchor))
 
-            def period(carry: Any, inputs: Any) -> Any:
-                inputs, anchor = inputs
-                return self.scan(step, from_anchor(carry, anchor), inputs, length=self.period)
+            def period(carry: Any, number: Any, inputs: Any) -> Any:
+                memo, anchor = inputs
+                inner = _from(start + number * size, step)
+                return self.scan(inner, from_anchor(carry, anchor), memo, length=size)
 
             zeros = [jnp.zeros_like(a[0]) for a in anchors]
             carry = (x_carry, zeros, total, worst, self._samples(zeros))
-            carry, ys = self.scan(period, carry, ((places, memo), anchors), length=periods)
+            carry, ys = self.scan(period, carry, (memo, anchors), length=periods)
             ys_rest = None
             if short:
                 rest_memo, anchor = rest
-                carry, ys_rest = self.scan(
-                    step, from_anchor(carry, anchor), (rest_places, rest_memo), length=short
-                )
+                inner = _from(rest_start, step)
+                carry, ys_rest = self.scan(inner, from_anchor(carry, anchor), rest_memo, length=short)
             ys = self.joined(ys, ys_rest)
         last, h_last, total, worst, before = carry
         return last, h_last, total, self._compared(worst, h_last, before), ys
@@ -468,6 +477,11 @@ class ScanStep(Step):
         return jnp.maximum(worst, certificate.worst(errors).astype(worst.dtype))
 
     wants_ys = False  # whether Phase III must stack the outputs again for a later node
+
+
+def _from(first: Any, step: Any) -> Any:
+    """A loop's step, counting from a first place."""
+    return lambda carry, place, xs: step(carry, first + place, xs)
 
 
 class Operands(NamedTuple):

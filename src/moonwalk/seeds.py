@@ -35,17 +35,23 @@ def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
     total = sum(sizes)
 
     def derivative(k: Any) -> Any:
-        return _jvp(tail, x, _unit(x, sizes, k))[0]
+        return _jvp(tail, x, _unit(x, [a.shape for a in x], k))[0]
 
     flat = _in_chunks(derivative, total, chunk)
     parts = jnp.split(flat[:total], np.cumsum(sizes)[:-1])
-    return [p.reshape(a.shape).astype(a.dtype) for p, a in zip(parts, x, strict=True)]
+    # Added to zeros, they are sharded like x.
+    return [jnp.zeros_like(a) + p.reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
-def by_features(tail: Tail, outer: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
-    """∂J/∂x where J = outer(Σ_b of each of the tail's results), and examples lie along axis 0."""
+def by_features(
+    tail: Tail, outer: Tail, shapes: Sequence[tuple[int, ...]], x: Sequence[Any], chunk: int
+) -> list[Any]:
+    """∂J/∂x where J = outer(Σ_b of each of the tail's results), and examples lie along axis 0.
+
+    `shapes`: of the sums, which have one entry.
+    """
     examples = x[0].shape[0]
-    sums = [jnp.sum(r) for r in tail(*x)]
+    sums = [jnp.sum(r).reshape(s) for r, s in zip(tail(*x), shapes, strict=True)]
     slopes = [
         _jvp(
             outer, sums, [jnp.ones_like(s) if i == k else jnp.zeros_like(s) for i, s in enumerate(sums)]
@@ -56,31 +62,28 @@ def by_features(tail: Tail, outer: Tail, x: Sequence[Any], chunk: int) -> list[A
     total = sum(sizes)
 
     def derivative(k: Any) -> Any:
-        units = _unit([a[0] for a in x], sizes, k)
-        moved = [jnp.broadcast_to(u, a.shape) for u, a in zip(units, x, strict=True)]
-        tangents = _jvp(tail, x, moved)
+        tangents = _jvp(tail, x, _unit(x, [a.shape[1:] for a in x], k))
         return sum(
             s * jnp.sum(d.reshape(examples, -1), 1) for (s,), d in zip(slopes, tangents, strict=True)
         )
 
     flat = _in_chunks(derivative, total, chunk)[:total]
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
-    return [
-        jnp.moveaxis(p, 0, -1).reshape(a.shape).astype(a.dtype) for p, a in zip(parts, x, strict=True)
-    ]
+    return [jnp.moveaxis(p, 0, -1).reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
 def _jvp(fun: Tail, x: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     return list(jax.jvp(lambda *a: list(fun(*a)), tuple(x), tuple(tangents))[1])
 
 
-def _unit(x: Sequence[Any], sizes: Sequence[int], k: Any) -> list[Any]:
-    """The k-th basis vector of all arrays together; beyond the last it is zero."""
+def _unit(x: Sequence[Any], shapes: Sequence[tuple[int, ...]], k: Any) -> list[Any]:
+    """The k-th basis vector of arrays of these shapes together (beyond the last: zero), typed like x."""
     result, first = [], 0
-    for a, size in zip(x, sizes, strict=True):
+    for a, shape in zip(x, shapes, strict=True):
+        size = math.prod(shape)
         place = jnp.where((k >= first) & (k < first + size), k - first, size)
         entries = lax.broadcasted_iota(place.dtype, (size,), 0) == place
-        result.append(entries.reshape(a.shape).astype(a.dtype))
+        result.append(jnp.zeros_like(a) + entries.reshape(shape).astype(a.dtype))
         first += size
     return result
 
@@ -96,6 +99,7 @@ def _in_chunks(derivative: Callable[[Any], Any], total: int, chunk: int) -> Any:
 class Sums(NamedTuple):
     """A loss as a function of sums: which arrays are summed, and what is made of the sums."""
 
+    loss: Any
     summands: list[Any]
     results: list[Any]  # the variables of the sums
     outer: list[JaxprEqn]
@@ -114,7 +118,11 @@ def find_sums(eqns: Sequence[JaxprEqn], loss: Any, seeds: Sequence[Any]) -> Sums
     while pending:
         v = pending.pop()
         e = producer.get(v)
-        if e is None or id(e) in seen:
+        if e is None:
+            return (
+                "the loss is made of the state that the sweep starts from, not of sums over the examples"
+            )
+        if id(e) in seen:
             continue
         seen.add(id(e))
         moving = [u for u in e.invars if not isinstance(u, Literal) and u in reached]
@@ -127,7 +135,7 @@ def find_sums(eqns: Sequence[JaxprEqn], loss: Any, seeds: Sequence[Any]) -> Sums
         else:
             return f"the loss is made of `{e.primitive.name}` of an array, not of sums over the examples"
     order = {id(e): i for i, e in enumerate(eqns)}
-    return Sums(summands, results, sorted(outer, key=lambda e: order[id(e)]))
+    return Sums(loss, summands, results, sorted(outer, key=lambda e: order[id(e)]))
 
 
 def evaluate(eqns: Sequence[JaxprEqn], env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:

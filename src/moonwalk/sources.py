@@ -431,6 +431,8 @@ def _plan_scan(
     key: tuple[int, ...],
 ) -> ScanStep | str:
     """A scan as a step of a walk, or the reason why it cannot be one."""
+    if not node.block.eqns[0].params["length"]:
+        return "it has no layers"
     inner, _ = compat.open_jaxpr(node.block.eqns[0].params["jaxpr"])
     if any(compat.has_effects(e) and e.outvars for e in inner.eqns):
         return "something inside it calls back to the host, which must happen once"

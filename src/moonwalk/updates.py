@@ -93,6 +93,7 @@ class Fusing:
             shape = v.aval.shape
             if (
                 alone
+                and v.aval.size > 1
                 and v in scan.weights_in_sweep
                 and v not in (*scan.weights_in_back, *others)
                 and part.parameters[0].aval.shape == shape
@@ -210,20 +211,18 @@ class UpdatedLayers(Layers):
         for v, own in zip(self.leaves, carried[1], strict=True):
             # Behind a barrier: read again after its update, the stack would have to be copied.
             (parameter,) = compat.barrier([take(own[0], i)])
-            result[v] = self._operand(v)(parameter)
+            result[v] = self._operand(v, i)(parameter)
         return result
 
-    def _operand(self, v: Any) -> Any:
-        """The weight side of one layer, as a function of the parameter."""
-        part = self.fused[v]
-        shape = v.aval.shape
+    def _operand(self, v: Any, i: Any) -> Any:
+        """The weight side of layer i, as a function of the parameter."""
+        part, fixed = self.fused[v], self.ledger.fixed
+        (w,) = part.parameters
 
         def side(parameter: Any) -> Any:
-            env = {**self.ledger.fixed, part.parameters[0]: parameter}
-            run_layer(part.eqns, env, shape)
-            return env[v]
+            return run_layer(part.eqns, fixed, {w: parameter}, v.aval.shape, i)[v]
 
-        return (lambda parameter: parameter) if part.parameters == (v,) else side
+        return (lambda parameter: parameter) if w is v else side
 
     def write(self, carried: Any, i: Any, found: Mapping[Any, Any]) -> Any:
         plain, own = carried
@@ -234,7 +233,7 @@ class UpdatedLayers(Layers):
             *values, g = compat.barrier([*old.values(), found[v]])
             old = dict(zip(old, values, strict=True))
             if self.fused[v].parameters != (v,):
-                (g,) = jax.vjp(self._operand(v), old[leaf])[1](g)
+                (g,) = jax.vjp(self._operand(v, i), old[leaf])[1](g)
             if not self.ledger.norms:
                 made = program.layer_update(env, leaf, i, g, old)
                 new.append([put(a, i, made[k]) for k, a in zip(old, held, strict=True)])

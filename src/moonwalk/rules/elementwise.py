@@ -105,7 +105,8 @@ class Elementwise(Rule):
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
         if operands is None:
             return Gain(_probe(_checked(block), _known_numbers(block)).gain, mixes=False)
-        values = [np.asarray(o, np.float64) for o in operands]
+        known = [compat.concrete(o) for o in operands]
+        values = [None if a is None else a.astype(np.float64) for a in known]
         return Gain(_evaluate_probe(_checked(block), values).gain, mixes=False)
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:

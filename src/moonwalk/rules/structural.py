@@ -90,13 +90,25 @@ class Sorting(Selection):
         return Verdict(True, "permutes entries")
 
 
-@register_vijp(lax.broadcast_in_dim_p, *(getattr(lax, n) for n in ("tile_p",) if hasattr(lax, n)))
+@register_vijp(
+    lax.broadcast_in_dim_p,
+    *(getattr(lax, n) for n in ("tile_p",) if hasattr(lax, n)),
+    *({compat.pvary_p} - {None}),
+)
 class Broadcast(Selection):
-    """Only new axes of length one: anything else repeats entries."""
+    """Only new axes of length one: anything else repeats entries, in the array or over devices."""
 
     name = "broadcast"
 
     def verdict(self, block: Block) -> Verdict:
+        if block.eqn.primitive is compat.pvary_p:
+            axes = ", ".join(map(repr, block.eqn.params["axes"]))
+            return Verdict(
+                False,
+                f"all devices along the mesh axis {axes} read the same state: the cotangents of its "
+                "copies add up and cannot be told apart",
+                "divide the state over that axis, or keep this cotangent instead of recovering it",
+            )
         n, n_out = block.sizes
         if n == n_out:
             return Verdict(True, "adds nothing but axes of length one")
