@@ -200,8 +200,8 @@ def test_imports_point_one_way():
     import pathlib
 
     order = (
-        "errors compat linearity staging declare partition facts graph registry checks chain rules custom "
-        "api trunk residuals sides twins certificate ledger walks bodies scans scan_walks segments methods "
+        "errors compat linearity staging declare partition facts graph registry fragments checks chain rules "
+        "custom api trunk residuals sides twins certificate ledger walks bodies scans scan_walks segments methods "
         "sources planning plans phases engine seeds forward gradient optimizers updates fused testing "
         "__init__"
     ).split()

@@ -36,7 +36,7 @@ def types(tree):
 
 FLAT = """MLP, MLP with biases, MLP with anchors, MaxMin, patchify, average pooling, two towers,
 embedding stem; tied head, cond, tied weights, frozen layers, weight decay, biases times data, None leaves,
-aux, keywords, gradient of the input, second argument, stop_gradient on one way"""
+aux, keywords, gradient of the input, stop_gradient on one way"""
 SCANNED = """scan, scan with biases; between layers, scan; shared weights, scan; reversed, scan over data,
 scan; counter and key, scan; a weight times the counter, scan; a last period that is shorter,
 scan; reversed; a last period that is shorter, scans in a Python loop, scan of scans, fori_loop,

@@ -80,7 +80,7 @@ def _rounding(cut: Trunk, walk: Walk) -> float:
         return sum(
             s.length * blocks(s.walk) if isinstance(s, ScanStep) else 1
             for s in walk.steps
-            if s.source == "vijp"
+            if s.is_walked
         )
 
     return float(jnp.finfo(state_dtype(cut)).eps) * math.sqrt(2 * blocks(walk))

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax import lax
 
+from .fragments import Fragment
+
 CHECKPOINT = ("auto", "sqrt", "block")
 ON_INEXACT = ("raise", "nan", "ignore")
 
@@ -21,6 +23,9 @@ class Moonwalk:
         None: 1e-11 in float64, 1e-4 in float32, 1e-2 in bfloat16 and float16. `math.inf`: no anchors for
         accuracy's sake, and whatever has a rule may be walked.
     - `anchor_every`: an anchor every so many layers, whatever the gains are.
+    - `fragment`: how convolutions of stride one keep part of a cotangent: `moonwalk.Fragment(...)`,
+        taken as it is, with a certificate. None: the largest staggered span that the tolerance allows,
+        as far as that is known.
     - `checkpoint`: walks in segments whose Phase I is run again from the state at their start: less
         memory for one more forward pass. None: none; "auto": as many as keep least; a number of
         segments; "sqrt": as many as the root of the depth; "block": one for every layer.
@@ -34,6 +39,7 @@ class Moonwalk:
 
     tolerance: float | None = None
     anchor_every: int | None = None
+    fragment: Fragment | None = None
     checkpoint: int | str | None = None
     walk_precision: Any = None
     inputs: tuple[int, ...] = ()
@@ -45,6 +51,11 @@ class Moonwalk:
         ):
             raise ValueError(
                 f"Moonwalk: anchor_every counts layers and must be at least 1, got {self.anchor_every!r}"
+            )
+        if self.fragment is not None and not isinstance(self.fragment, Fragment):
+            raise ValueError(
+                "Moonwalk: fragment takes moonwalk.Fragment(span=..., stagger=...) or None, got "
+                f"{self.fragment!r}"
             )
         counts = isinstance(self.checkpoint, int) and not isinstance(self.checkpoint, bool)
         if self.checkpoint is not None and not (

@@ -25,7 +25,7 @@ from .residuals import Residual, nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
 from .segments import Plain, full_residual, live_bytes
-from .sources import MARGIN, Book, Growth, Options, evenly, period_for, plan_walk, power
+from .sources import MARGIN, Book, Growth, Options, evenly, period_for, plan_walk
 from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import Step, Walk
@@ -420,7 +420,7 @@ def _in_segments(walk: Walk, every: int, options: Options) -> ScanWalk:
     if options.anchor_every is None:
         step.period = period_for(layer, Growth(), every, options.limit)
     span = min(every, step.period or every)
-    grown = Growth(power(layer.factor, span), layer.mixes).factor
+    grown = Growth().times(layer.over(span)).factor
     inside = Growth(step.walk.growth, layer.mixes).factor
     return ScanWalk(
         walk.trunk,
@@ -477,7 +477,8 @@ def options_for(cut: Trunk, method: Moonwalk | PureForward, certify: bool) -> tu
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
-    options = Options(limit, certify=certify, precision=method.walk_precision)
+    options = Options(limit, certify=certify, precision=method.walk_precision, fragments=False)
     if isinstance(method, Moonwalk):
+        options.fragments, options.wish = True, method.fragment
         options.anchor_every, options.checkpoint = method.anchor_every, method.checkpoint
     return options, tolerance

@@ -27,7 +27,7 @@ class Row:
 
     block: str
     source: str  # the user's line
-    mode: str  # walk, anchor, fork, store, recompute
+    mode: str  # walk, fragment, anchor, fork, store, recompute
     bytes: int  # kept until the block is done with
     gain: float | None  # of a block that is walked through
     why: str
@@ -55,6 +55,7 @@ class Plan:
     weight_side_bytes: int
     walked: int  # blocks whose output's cotangent is recovered
     anchors: int
+    fragments: int  # of the blocks walked, those that keep part of their output's cotangent
     segments: int  # walks, and parts of scans, whose Phase I is run again (`checkpoint=`)
     predicted_gain: float
     measured: bool  # whether a walk rests on measured gains
@@ -121,6 +122,7 @@ def _table(plan: Plan) -> str:
     lines = [
         f"weight side {human(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
         f"{plan.walked} blocks walked, {plan.anchors} anchors"
+        + (f", {plan.fragments} fragments" if plan.fragments else "")
         + (f"; {plan.segments} segments run again" if plan.segments else "")
         + (f"; a seed by {plan.jvps} jvps" if plan.jvps else "")
         + ("; gains measured" if plan.measured else "")
@@ -137,7 +139,7 @@ def _table(plan: Plan) -> str:
                 human(r.m_x),
                 human(r.m_theta),
                 "" if r.gain is None else f"{r.gain:.3g}",
-                r.why if len(r.why) < 90 else r.why[:87] + "…",
+                r.why if len(r.why) < 120 else r.why[:117] + "…",
                 r.source,
             )
         )
@@ -182,9 +184,10 @@ def describe(
         backprop_bytes=sum(c.backprop for c in costs) + working + weight_side_bytes,
         checkpoint_bytes=plain.total + working + weight_side_bytes,
         weight_side_bytes=weight_side_bytes,
-        walked=sum(s.source == "vijp" and not isinstance(s, ScanStep) for s in steps),
+        walked=sum(s.is_walked and not isinstance(s, ScanStep) for s in steps),
         anchors=sum(s.source == "anchor" and not s.is_stem for s in steps if not isinstance(s, ScanStep))
         + sum(s.period is not None for s in steps if isinstance(s, ScanStep)),
+        fragments=sum(s.source == "fragment" for s in steps),
         segments=sum(w.segments if isinstance(w, ScanWalk) else w.recomputed for w in walks),
         predicted_gain=max((w.growth for w in walks), default=1.0),
         measured=any(w.is_measured for w in walks),
@@ -229,14 +232,18 @@ def _step_rows(step: Step, cost: NodeCost, walk: Walk, depth: int = 0, times: in
     node = step.node
     if node.is_aside:
         return []
-    mode = {"vijp": "walk", "anchor": "anchor", "given": "walk", "none": "pass"}[step.source]
+    mode = {"vijp": "walk", "given": "walk", "none": "pass"}.get(step.source, step.source)
     why = step.reason
+    if step.source == "fragment":
+        why = f"fragment: {_share(step)} of the cotangent; {why}"
+        if step.kept_bytes:
+            why += f"; Phase I keeps {human(step.kept_bytes)}"
     if isinstance(step, ForkStep):
         mode = "fork"
         why = f"keeps {len(step.kept_copies)} of {len(node.block.outputs)} cotangents"
     if step.is_stem:
         mode = "stem"
-    gain = step.gain.factor if step.source == "vijp" else None
+    gain = step.gain.factor if step.is_walked else None
     size = step.kept_bytes + step.memo_bytes
     m_x, m_theta = cost.m_x, cost.m_theta
     if isinstance(step, ScanStep):
@@ -255,6 +262,12 @@ def _step_rows(step: Step, cost: NodeCost, walk: Walk, depth: int = 0, times: in
         for inner_step, inner_cost in zip(step.walk.steps, node_costs(step.body.trunk), strict=True):
             rows += _step_rows(inner_step, inner_cost, step.walk, depth + 1, step.length)
     return rows
+
+
+def _share(step: Step) -> str:
+    """'0.8 %'."""
+    share = 100 * step.memo_bytes / max(1, nbytes(*(v.aval for v in step.block.outputs)))
+    return f"{share:.2g} %" if share < 10 else f"{share:.0f} %"
 
 
 def _plain_rows(segment: Plain, costs: Sequence[NodeCost]) -> list[Row]:

@@ -55,16 +55,40 @@ class Gain:
     so alone it loses nothing; its factor counts once some other block of the walk `mixes` entries
     and has spread the noise evenly. `factor` is inf where nothing bounds it while tracing. It is
     `assumed` where only that stands between a trace and an unknown factor: a declared diagonal.
+    Fragments are exact where they are kept, so error that passes through many layers of them dies out:
+    `factor` is then the growth over all the layers that error lives, and `lasting` the part of it that
+    compounds from layer to layer.
     """
 
     factor: float
     mixes: bool
     assumed: bool = False
+    lasting: float | None = None
+
+    @property
+    def fades(self) -> bool:
+        """Whether error dies out again, some layers on."""
+        return self.lasting is not None
+
+    def over(self, layers: int) -> Gain:
+        """Of so many layers in a row."""
+        if self.lasting is None:
+            return Gain(power(self.factor, layers), self.mixes, self.assumed)
+        lasting = power(self.lasting, layers)
+        return Gain(self.factor / self.lasting * lasting, self.mixes, self.assumed, lasting)
 
     @classmethod
     def unknown(cls) -> Gain:
         """Not bounded by what a trace can see: assumed bad."""
         return cls(math.inf, mixes=True)
+
+
+def power(factor: float, exponent: int) -> float:
+    """factor ** exponent, inf where that overflows."""
+    try:
+        return factor**exponent
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -127,6 +151,11 @@ class Rule:
         """Those of them that the weights alone decide: a zero pivot, a declaration that is not true."""
         del block, operands
         return []
+
+    def fragmented(self, block: Block, ask: Any) -> Iterator[Any]:
+        """Ways to serve a block that keep part of the cotangent (`fragments`), smallest first."""
+        del block, ask
+        return iter(())
 
 
 def pushforward(block: Block, pullback: Callable[..., Any], h: State) -> State:

@@ -20,11 +20,12 @@ from jax import lax
 from . import certificate, compat, graph
 from .bodies import Body
 from .compat import Literal
+from .fragments import Place
 from .ledger import Gradients, Layers, Ledger, take
 from .residuals import nbytes
 from .sides import DataSide, WeightSide
 from .trunk import Node
-from .walks import Env, Step, Walk, as_cotangent
+from .walks import MOVED, Env, Step, Walk, as_cotangent, moved
 
 
 @dataclass(eq=False, repr=False)
@@ -64,6 +65,18 @@ class ScanStep(Step):
     def in_precision(self, precision: Any) -> None:
         """Do the products of the cotangents' chain in a precision of their own."""
         self.walk.in_precision(precision)
+
+    @property
+    def moves(self) -> Place:
+        return tuple(self.length * m for m in self.walk.moves)
+
+    def _moved(self, env: Env, operands: Operands, i: Any) -> Env:
+        """The environment of layer i, with how far the layers before it have moved grids of spans."""
+        moves = self.walk.moves
+        if any(moves):
+            before = self.length - 1 - i if self.reverse else i
+            env[MOVED] = tuple(a + before * m for a, m in zip(operands.moved, moves, strict=True))
+        return env
 
     # -- bytes -----------------------------------------------------------------------------------
     @property
@@ -137,7 +150,7 @@ class ScanStep(Step):
             return fixed[v] if v in fixed else x.get(v)
 
         consts, carry, xs = self.body.counts.groups([value(v) for v in self.eqn.invars])
-        return Operands(consts, xs, *self._hoist(consts, xs)), carry
+        return Operands(consts, xs, *self._hoist(consts, xs), moved(fixed, self.place)), carry
 
     def _hoist(self, consts: Sequence[Any], xs: Sequence[Any]) -> Any:
         """Weight-side values of all layers in one batched call, and their pullback."""
@@ -242,7 +255,7 @@ class ScanStep(Step):
             h_carry, total = carry
             i = first + place
             xs, (made, h_layer) = operands.layer(i), take((operands.made, h_ys), i)
-            env = self._fixed(operands.consts, xs, made)
+            env = self._moved(self._fixed(operands.consts, xs, made), operands, i)
             layer = dict(zip((*out_carry, *out_ys), (*h_carry, *h_layer), strict=True))
             samples = self._samples(h_carry)
             found = Ledger()
@@ -307,7 +320,7 @@ class ScanStep(Step):
             worst = self._compared(worst, h_carry, before)
             made, h_layer = take((operands.made, h_ys), i)
             xs = operands._replace(newer=(sums, total)).layer(i)
-            env = self._fixed(operands.consts, xs, made)
+            env = self._moved(self._fixed(operands.consts, xs, made), operands, i)
             state = self._layer_x(operands.consts, x_carry, xs)
             layer = dict(zip(self.h_ins, h_carry, strict=True))
             layer.update(zip(out_ys, h_layer, strict=True))
@@ -491,6 +504,7 @@ class Operands(NamedTuple):
     xs: Sequence[Any]
     made: Any  # where the weight side is hoisted: its values for all layers
     pull: Any  # and its pullback
+    moved: Place = (0, 0, 0)  # how far grids of spans have moved before the first layer
     newer: Any = None  # (sums, what they carry): who has the current value of some of `xs`
 
     def layer(self, i: Any) -> Any:

@@ -1,26 +1,28 @@
 """Where Phase III takes each cotangent from, if some nodes in a row are walked.
 
-By vijp where a rule serves the node and its gain is known; from kept copies at a fork; from an anchor
-elsewhere, and wherever the product of gains since the last exact cotangent exceeds tolerance / eps, with
-a margin. The body of a scan is planned like a network, with anchors every K layers.
+By vijp where a rule serves the node and its gain is known; from kept copies at a fork; restored from a
+fragment where a rule knows one that is exact enough; from an anchor elsewhere, and wherever the product
+of gains since the last exact cotangent exceeds tolerance / eps, with a margin. The body of a scan is
+planned like a network, with anchors every K layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
 
-from . import bodies, chain, compat, graph, scans, trunk
+from . import bodies, chain, compat, fragments, graph, scans, trunk
 from .bodies import Body
+from .fragments import Ask, Fragment, Fragmental
 from .registry import Alarm, Gain
 from .residuals import nbytes
 from .scans import ScanStep
 from .trunk import Node, Trunk
-from .walks import AsideStep, BlockStep, ForkStep, Step, Walk, restricted
+from .walks import WALKED, AsideStep, BlockStep, ForkStep, Step, Walk, restricted
 
 # A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a
 # plan must not ring on the very weights that it was made for.
@@ -31,10 +33,16 @@ Values = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class Growth:
-    """How much relative error has grown since the last exact cotangent."""
+    """How much relative error has grown since the last exact cotangent.
+
+    Along blocks that keep fragments error dies out: what they make of it counts once, at its largest
+    (`faded`), however many there are, and only `base` compounds.
+    """
 
     product: float = 1.0
     mixes: bool = False
+    base: float = 1.0
+    faded: float = 0.0
 
     @property
     def factor(self) -> float:
@@ -42,14 +50,29 @@ class Growth:
         return self.product if self.mixes or math.isinf(self.product) else 1.0
 
     def times(self, gain: Gain) -> Growth:
-        return Growth(self.product * gain.factor, self.mixes or gain.mixes)
+        if gain.lasting is None:
+            base = self.base * gain.factor if gain.mixes else self.base
+            return Growth(self.product * gain.factor, self.mixes or gain.mixes, base, self.faded)
+        # Its factor is that of a long run of such blocks, with the diagonal ones between them.
+        base = (self.base if self.faded or not self.mixes else self.product) * gain.lasting
+        faded = max(self.faded, gain.factor / gain.lasting)
+        return Growth(base * faded, True, base, faded)
+
+    def gain(self, assumed: bool = False) -> Gain:
+        """Of the blocks that made it, as one."""
+        return Gain(self.product, self.mixes, assumed, self.base if self.faded else None)
 
     @staticmethod
     def worst(several: Iterable[Growth]) -> Growth:
         several = list(several)
         if not several:
             return Growth()
-        return Growth(max(g.product for g in several), any(g.mixes for g in several))
+        return Growth(
+            max(g.product for g in several),
+            any(g.mixes for g in several),
+            max(g.base for g in several),
+            max(g.faded for g in several),
+        )
 
 
 class Book:
@@ -81,7 +104,8 @@ class Book:
         if not known:
             return static, False
         measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
-        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured))
+        lasting = max((g.lasting for g in measured if g.lasting is not None), default=None)
+        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured), lasting=lasting)
         gain = Gain.unknown() if math.isnan(gain.factor) else gain  # the weights are not finite
         self.recorded[key] = gain
         return gain, True
@@ -95,6 +119,8 @@ class Options:
     anchor_every: int | None = None
     certify: bool = False
     precision: Any = None  # of the cotangents' chain; None: as the gains ask for
+    fragments: bool = True  # whether blocks may keep part of a cotangent
+    wish: Fragment | None = None  # how, if the user says so
     checkpoint: Any = None  # how walks are cut into segments whose Phase I is run again
 
 
@@ -169,7 +195,11 @@ class _Sources:
         self.through = [self._through(n) for n in nodes]
         self.scan_steps: dict[int, ScanStep | str] = {}
         self.gains = [self._gain(i) for i in range(len(nodes))]
+        self.schemes: dict[int, tuple[Fragmental, Gain]] = {}
+        for i in range(len(nodes)):
+            self._find_fragment(i)
 
+    # -- what each node offers ---------------------------------------------------------------------
     def _through(self, node: Node) -> tuple[Any, ...]:
         """The inputs by which a walk goes through a node.
 
@@ -209,6 +239,68 @@ class _Sources:
             self.measured.add(i)
         return gain
 
+    def _is_lossy(self, i: int) -> bool:
+        """Whether a node has no vijp, or one that the tolerance forbids."""
+        gain = self.gains[i]
+        return gain is None or gain.factor > self.options.limit
+
+    def _find_fragment(self, i: int) -> None:
+        """The smallest fragment that is exact enough, for a node without a vijp of its own."""
+        node = self.nodes[i]
+        plain = node.is_fork or node.is_aside or node.is_scan or not node.block.inputs
+        if plain or not self.options.fragments or not self._is_lossy(i):
+            return
+        block = restricted(node.block, self.through[i])
+        whole = nbytes(*(v.aval for v in block.outputs))
+        for scheme in fragments.ways(block, Ask(self.options.wish, self._slope(i))):
+            if scheme.reads_factors and not all(v in self.cut.fixed for v in block.operands):
+                continue
+            gain = self._fragment_gain(i, scheme, block)
+            if gain is None:
+                continue
+            step = BlockStep(
+                replace(node, rule=scheme), self.cut, "fragment", self.through[i], gain=gain
+            )
+            if step.fragment_bytes < whole:
+                self.schemes[i] = scheme, gain
+                return
+
+    def _fragment_gain(self, i: int, scheme: Fragmental, block: Any) -> Gain | None:
+        """Its gain, where that is within the limit, or where the user takes it on trust."""
+        key = (self._key(i), self.nodes[i].describe(), scheme.name)
+        gain, measured = self.book.gain(key, scheme, block, self.envs)
+        if scheme.asked and not gain.factor <= self.options.limit:
+            self.measured.add(i)
+            return Gain(self.options.limit, gain.mixes, assumed=True, lasting=gain.lasting)
+        if gain.factor > self.options.limit:
+            return None
+        if measured:
+            self.measured.add(i)
+        return gain
+
+    def _slope(self, i: int) -> float:
+        """Between blocks like this one derivatives lie between this and 1: see `Gain`."""
+
+        def along(step: Any) -> float:
+            product, at = 1.0, i
+            while (at := step(at)) is not None:
+                gain = self.gains[at]
+                if gain is None or gain.mixes or not math.isfinite(gain.factor):
+                    break
+                product *= gain.factor
+            return product
+
+        def after(at: int) -> int | None:
+            (v, *rest) = self.nodes[at].block.outputs
+            return None if rest else self.reader.get(v)
+
+        def before(at: int) -> int | None:
+            (v, *rest) = self.through[at] or (None,)
+            return None if rest else self.maker.get(v)
+
+        factor = max(along(after), along(before))
+        return factor - math.sqrt(max(0.0, factor**2 - 1))
+
     def _key(self, i: int) -> tuple[int, ...]:
         prefix, start = self.place
         return (*prefix, start + i)
@@ -237,7 +329,12 @@ class _Sources:
                 continue
             if all(v in self.given for v in outputs):
                 self.source[i] = "given"
-            elif (gain := self.gains[i]) is None or i in self.forced or is_stem:
+            elif i in self.forced or is_stem:
+                self.source[i] = "anchor"
+            elif i in self.schemes:
+                self.source[i] = "fragment"
+                wanted.update(self.through[i])
+            elif (gain := self.gains[i]) is None:
                 self.source[i] = "anchor"
             elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
                 self.source[i] = "vijp"
@@ -296,18 +393,21 @@ class _Sources:
                 for k, copy in enumerate(outputs):
                     growth[copy] = growth.get(v, Growth()) if k == difference else Growth()
                 continue
-            if self.source[i] != "vijp":
+            if self.source[i] not in WALKED:
                 growth.update((v, Growth()) for v in outputs)
                 continue
             arriving = Growth.worst(growth.get(v, Growth()) for v in self.through[i])
-            gain = self.gains[i]
+            gain = self.schemes[i][1] if self.source[i] == "fragment" else self.gains[i]
             assert gain is not None
             step = self.scan_steps.get(i)
             if isinstance(step, ScanStep):
                 leaving, largest = self._through_scan(step, arriving, gain)
             else:
                 leaving = largest = arriving.times(gain)
-                if limited and leaving.factor > self.options.limit:
+                if self.source[i] == "fragment" and self.schemes[i][0].asked:
+                    # On trust: what is said of its error is the certificate's to say.
+                    leaving = replace(leaving, product=min(leaving.product, self.options.limit))
+                elif limited and leaving.factor > self.options.limit:
                     return growth, self._cheapest(i)
             growth.update((v, leaving) for v in outputs)
             self.largest_growth = max(self.largest_growth, largest.factor)
@@ -322,7 +422,7 @@ class _Sources:
             if len(before) != 1 or before[0] is None:
                 return best
             i = before[0]
-            if self.source[i] != "vijp" or self.nodes[i].is_scan:
+            if self.source[i] not in WALKED or self.nodes[i].is_scan:
                 return best
             here = nbytes(*(v.aval for v in self.nodes[i].block.outputs))
             if 2 * here <= size:  # clearly smaller, or not worth an earlier anchor
@@ -337,16 +437,17 @@ class _Sources:
         # Inside a layer error may be larger than at its end.
         inside = Growth(step.walk.growth, layer.mixes)
         if step.period is None:
-            whole = arriving.times(Gain(power(layer.factor, step.length), layer.mixes))
+            whole = arriving.times(layer.over(step.length))
             return whole, Growth.worst([whole, inside])
-        period = Growth(power(layer.factor, step.period), layer.mixes)
+        period = Growth().times(layer.over(step.period))
         rest = step.length % step.period or step.period
-        return Growth(power(layer.factor, rest), layer.mixes), Growth.worst([period, inside])
+        return Growth().times(layer.over(rest)), Growth.worst([period, inside])
 
     # -- the steps ----------------------------------------------------------------------------------
     def steps(self) -> list[Step]:
         read = {v for n in self.nodes for v in n.block.operands}
         result: list[Step] = []
+        place = (0, 0, 0)
         for i, node in enumerate(self.nodes):
             if node.is_aside:
                 aside = AsideStep(node, self.cut, "none", reason="no derivative")
@@ -366,20 +467,29 @@ class _Sources:
                 result.append(step)
             else:
                 reason = self._reason(i)
-                through = self.through[i] if self.source[i] == "vijp" else ()
+                through = self.through[i] if self.source[i] in WALKED else ()
                 if self.source[i] == "vijp" and through != node.block.inputs:
                     rule, verdict = trunk.find_rule(restricted(node.block, through))
                     node = replace(node, rule=rule, verdict=verdict)
                 gain = self.gains[i] or Gain(1.0, mixes=False)
+                if self.source[i] == "fragment":
+                    scheme, gain = self.schemes[i]
+                    block = restricted(node.block, through)
+                    node = replace(node, rule=scheme, verdict=scheme.verdict(block))
+                    reason = node.verdict.reason
                 step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
                 step.measured = i in self.measured
                 result.append(step)
+            # Grids of spans move from block to block.
+            result[-1].place = place
+            place = tuple(a + b for a, b in zip(place, result[-1].moves, strict=True))
         return result
 
     def _reason(self, i: int) -> str:
         node, source = self.nodes[i], self.source[i]
         if source == "vijp":
-            return node.verdict.reason
+            ignored = self.options.wish is not None and next(self._unneeded(i), None) is not None
+            return node.verdict.reason + ("; needs no fragment" if ignored else "")
         if source == "none":
             return "no weight needs its cotangent"
         if source == "given":
@@ -392,6 +502,11 @@ class _Sources:
             return str(self.scan_steps[i])
         return node.verdict.reason
 
+    def _unneeded(self, i: int) -> Iterator[Fragmental]:
+        """Fragments that the user's wish would bring to a node that needs none."""
+        wish = self.options.wish
+        return (s for s in fragments.ways(self.nodes[i].block, Ask(wish)) if s.asked)
+
 
 def _too_large(factor: float) -> str:
     if math.isinf(factor):
@@ -402,21 +517,16 @@ def _too_large(factor: float) -> str:
     return f"gain {factor:.3g} alone exceeds the tolerance"
 
 
-def power(factor: float, exponent: int) -> float:
-    try:
-        return factor**exponent
-    except OverflowError:
-        return math.inf
-
-
 def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int | None:
     """The longest uniform distance between anchors, preferring one that divides the length."""
-    grown = Growth(arriving.product * power(layer.factor, length), layer.mixes or arriving.mixes)
-    if grown.factor <= limit:
+    if arriving.times(layer.over(length)).factor <= limit:
         return None
-    if layer.factor <= 1:
-        return length
-    return evenly(length, max(1, min(length, int(math.log(limit) / math.log(layer.factor) + 1e-9))))
+    lasting = layer.factor if layer.lasting is None else layer.lasting
+    if lasting <= 1:
+        return length if layer.factor <= limit else 1
+    room = limit * lasting / layer.factor if layer.fades else limit
+    longest = int(math.log(max(room, 1.0)) / math.log(lasting) + 1e-9)
+    return evenly(length, max(1, min(length, longest)))
 
 
 # --- scans ------------------------------------------------------------------------------------------
@@ -447,7 +557,7 @@ def _plan_scan(
         body.trunk,
         0,
         len(body.trunk.nodes),
-        Options(options.limit),
+        Options(options.limit, fragments=options.fragments, wish=options.wish),
         wanted=carry_out,
         given=ys,
         book=book,
@@ -464,7 +574,7 @@ def _plan_scan(
         "vijp",
         node.block.inputs,
         f"{node.block.eqns[0].params['length']} layers",
-        Gain(layer.product, layer.mixes, any(s.gain.assumed for s in walk.steps)),
+        layer.gain(any(s.gain.assumed for s in walk.steps)),
         body=body,
         walk=walk,
         certify=options.certify,
@@ -527,7 +637,7 @@ def weight_alarms(walk: Walk, envs: Sequence[Values], book: Book) -> Iterable[Al
             yield from weight_alarms(
                 step.walk, book.layer_values(step.node, step.body, envs) or (), book
             )
-        elif isinstance(step, BlockStep) and step.source == "vijp" and step.node.rule is not None:
+        elif isinstance(step, BlockStep) and step.is_walked and step.node.rule is not None:
             block = restricted(step.block, step.through)
             for env in envs:
                 if all(v in env for v in block.operands):

@@ -1,7 +1,7 @@
 """A walk: nodes differentiated by Moonwalk, and the steps it is made of.
 
     Phase I    x₀ → x₁ → … → x_L          keep per node only what ∂y/∂x needs
-    Phase II   h_L → … → h₁ → h₀          cotangents alone; keep the planned anchors
+    Phase II   h_L → … → h₁ → h₀          cotangents alone; keep the planned anchors and fragments
     Phase III  (x₀, h₀) → … → (x_L, h_L)  x again, h by vijp (or from an anchor), g = vjp(node, θ, h)
 
 Environments are dictionaries from variables to values: `fixed` holds weights, data and their sides,
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from . import certificate, compat, twins
+from .fragments import Fragmental, Place
 from .graph import Block
 from .ledger import Gradients, Ledger
 from .registry import Gain
@@ -25,13 +26,16 @@ from .trunk import Node, Trunk
 
 Env = dict[Any, Any]
 
+MOVED = "moved"  # in an environment of a scan's layer: how far the layers before it have moved grids
+WALKED = ("vijp", "fragment")  # sources that take the inputs' cotangents
+
 
 @dataclass(eq=False, repr=False)
 class Step:
     """One node of a walk, and where Phase III takes its output's cotangent from.
 
-    `source`: "vijp"; "anchor" (kept in Phase II); "given" (known from outside: a scan's outputs);
-    "none" (nobody needs it).
+    `source`: "vijp"; "fragment" (a part kept in Phase II, the rest restored); "anchor" (all of it kept
+    in Phase II); "given" (known from outside: a scan's outputs); "none" (nobody needs it).
     """
 
     node: Node
@@ -41,6 +45,7 @@ class Step:
     reason: str = ""
     gain: Gain = field(default_factory=lambda: Gain(1.0, mixes=False))
     measured: bool = False  # whether walking here rests on a measured gain
+    place: Place = (0, 0, 0)  # how far the steps before it have moved grids of spans
     has_difference = False  # whether a cotangent is had as a difference of two here
 
     def __post_init__(self) -> None:
@@ -49,6 +54,16 @@ class Step:
     @property
     def block(self) -> Block:
         return self.node.block
+
+    @property
+    def is_walked(self) -> bool:
+        """Whether its output's cotangent is recovered from its input's."""
+        return self.source in WALKED
+
+    @property
+    def moves(self) -> Place:
+        """How far it moves the grid of the steps after it."""
+        return (0, 0, 0)
 
     @property
     def is_stem(self) -> bool:
@@ -128,9 +143,24 @@ class BlockStep(Step):
     twin: Block  # the block that cotangents go through: in more precision where that is asked for
     inner: Block  # of that, what the rule sees: inputs that are not walked through are operands
     precision: Any = None
+    fragment_bytes = 0
 
     def __post_init__(self) -> None:
         self._linearise()
+
+    @property
+    def moves(self) -> Place:
+        if self.source != "fragment":
+            return (0, 0, 0)
+        assert isinstance(self.node.rule, Fragmental)
+        return (*self.node.rule.moves(self.inner), 0, 0, 0)[:3]
+
+    @property
+    def memo_bytes(self) -> int:
+        return self.fragment_bytes if self.source == "fragment" else super().memo_bytes
+
+    def _place(self, fixed: Env) -> Place:
+        return moved(fixed, self.place)
 
     def in_precision(self, precision: Any) -> None:
         """Do the products of the cotangents' chain in a precision of their own."""
@@ -145,7 +175,7 @@ class BlockStep(Step):
         self.twin = twin = self._make_twin()
         places = [block.inputs.index(v) for v in self.through]
         through = [twin.inputs[i] for i in places]
-        self.inner = restricted(twin, through) if self.source == "vijp" else twin
+        self.inner = restricted(twin, through) if self.is_walked else twin
         rule, inner = self.node.rule, self.inner
 
         def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
@@ -158,7 +188,7 @@ class BlockStep(Step):
             def run(*x: Any) -> Any:
                 return twin(x, wide)
 
-            if self.source != "vijp" and (rule is None or not rule.keeps_pullback):
+            if not self.is_walked and (rule is None or not rule.keeps_pullback):
                 return y, (None, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
             assert rule is not None
             own, kept = rule.keep(
@@ -170,6 +200,20 @@ class BlockStep(Step):
             return y, (kept, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
 
         self.residual = Residual(linearize, x, operands, kinds, rerun=not self.node.effects)
+        if self.source == "fragment":
+            self.fragment_bytes = self._fragment_bytes()
+
+    def _fragment_bytes(self) -> int:
+        rule, inner = self.node.rule, self.inner
+        assert isinstance(rule, Fragmental)
+
+        def made(x: Any, operands: Any, h: Any) -> Any:
+            _, kept = rule.keep(inner, x, operands)
+            return rule.fragment(inner, rule.prepare(inner, operands), kept, h, (0, 0, 0))
+
+        outputs = tuple(compat.struct(v.aval) for v in inner.outputs)
+        x, operands = inner.structs()
+        return nbytes(*jax.tree.leaves(jax.eval_shape(made, tuple(x), operands, outputs)))
 
     def _make_twin(self) -> Block:
         block = self.block
@@ -182,7 +226,7 @@ class BlockStep(Step):
         return self.residual.bytes
 
     def prepare(self, fixed: Env) -> Any:
-        return self._prepare(fixed) if self.source == "vijp" else None
+        return self._prepare(fixed) if self.is_walked else None
 
     def _prepare(self, env: Env) -> Any:
         """Factors, or None where an operand is not at hand."""
@@ -206,7 +250,7 @@ class BlockStep(Step):
     def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
         block = self.block
         arriving = tuple(h.pop(v) for v in block.outputs)
-        memo = arriving if self.source == "anchor" else ()
+        memo: Any = arriving if self.source == "anchor" else ()
         if self.is_stem:
             out.add(self._gradients(fixed, {}, arriving)[1])
             return memo
@@ -215,6 +259,11 @@ class BlockStep(Step):
         operands = self.operands({}, fixed)
         ours, pullback = self.residual.restore(kept, operands)
         wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.twin.outputs, strict=True))
+        if self.source == "fragment":
+            rule = self.node.rule
+            assert isinstance(rule, Fragmental)
+            factors = self._prepare(fixed) if rule.reads_factors else None
+            memo = rule.fragment(self.inner, factors, ours, wide, self._place(fixed))
         leaving = (ours if pullback is None else pullback)(wide)
         h.update((v, as_cotangent(v, a)) for v, a in zip(block.inputs, leaving, strict=True))
         return memo
@@ -225,7 +274,7 @@ class BlockStep(Step):
         block = self.block
         if self.source == "anchor":
             leaving: Any = memo
-        elif self.source == "vijp":
+        elif self.is_walked:
             rule = self.node.rule
             assert rule is not None
             ours, _ = self.residual.restore(kept, self.operands({}, fixed))
@@ -233,7 +282,11 @@ class BlockStep(Step):
             wide = [
                 h[v].astype(t.aval.dtype) for v, t in zip(self.through, self.inner.inputs, strict=True)
             ]
-            leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
+            if isinstance(rule, Fragmental) and self.source == "fragment":
+                place = self._place(fixed)
+                leaving = rule.restore(self.inner, factors, ours, memo, tuple(wide), place)
+            else:
+                leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
         elif self.source == "given":
             leaving = tuple(h[v] for v in block.outputs)
         else:
@@ -285,6 +338,11 @@ def _cast(variables: Sequence[Any], values: Sequence[Any]) -> Env:
         v: a if a is None or a.dtype == v.aval.dtype else a.astype(v.aval.dtype)
         for v, a in zip(variables, values, strict=True)
     }
+
+
+def moved(fixed: Env, place: Place) -> Place:
+    """How far grids have moved, here."""
+    return tuple(a + b for a, b in zip(place, fixed.get(MOVED, (0, 0, 0)), strict=True))
 
 
 def as_cotangent(v: Any, h: Any) -> Any:
@@ -400,7 +458,7 @@ class Walk:
     def sampled(self) -> list[bool]:
         """The steps whose output's cotangent is compared with Phase II's."""
         return [
-            self.certify and i < self.end and s.source == "vijp" and not s.node.is_scan
+            self.certify and i < self.end and s.is_walked and not s.node.is_scan
             for i, s in enumerate(self.steps)
         ]
 
@@ -410,9 +468,14 @@ class Walk:
 
         Or on assumed ones: a declared diagonal loses nothing until something mixes.
         """
-        walked = [s for s in self.steps[: self.end] if s.source == "vijp"]
+        walked = [s for s in self.steps[: self.end] if s.is_walked]
         mixes = any(s.gain.mixes for s in walked)
         return any(s.measured or (mixes and s.gain.assumed) for s in walked)
+
+    @property
+    def moves(self) -> Place:
+        """How far it moves grids of spans, from its start to its end."""
+        return tuple(sum(m) for m in zip((0, 0, 0), *(s.moves for s in self.steps), strict=True))
 
     @property
     def has_difference(self) -> bool:
