@@ -150,7 +150,8 @@ class ScanStep(Step):
             return fixed[v] if v in fixed else x.get(v)
 
         consts, carry, xs = self.body.counts.groups([value(v) for v in self.eqn.invars])
-        return Operands(consts, xs, *self._hoist(consts, xs), moved(fixed, self.place)), carry
+        made, pull = self._hoist(consts, xs)
+        return Operands(consts, xs, made, pull, moved(fixed, self.place)), carry
 
     def _hoist(self, consts: Sequence[Any], xs: Sequence[Any]) -> Any:
         """Weight-side values of all layers in one batched call, and their pullback."""
