@@ -69,6 +69,11 @@ class Fragmental(Rule):
     def verdict(self, block: Block) -> Verdict:
         return Verdict(True, self.describe(block))
 
+    @property
+    def label(self) -> str:
+        """What tells it from other ways to serve the same block."""
+        return self.name
+
     def describe(self, block: Block) -> str:
         """What is lost, in words."""
         raise NotImplementedError

@@ -28,6 +28,9 @@ from .walks import WALKED, AsideStep, BlockStep, ForkStep, Step, Walk, restricte
 # plan must not ring on the very weights that it was made for.
 MARGIN = 10
 
+# Of a fragment that the user asked for, whatever is known of its error: the certificate will say.
+TRUSTED = Gain(2.0, mixes=True, assumed=True, lasting=1.0)
+
 Values = Mapping[Any, Any]
 
 
@@ -35,14 +38,15 @@ Values = Mapping[Any, Any]
 class Growth:
     """How much relative error has grown since the last exact cotangent.
 
-    Along blocks that keep fragments error dies out: what they make of it counts once, at its largest
-    (`faded`), however many there are, and only `base` compounds.
+    Along blocks that keep fragments error dies out: what they and the diagonal blocks between them make
+    of it counts once, at its largest (`faded`), however many there are, and only `base` compounds.
     """
 
     product: float = 1.0
     mixes: bool = False
     base: float = 1.0
     faded: float = 0.0
+    counted: bool = False  # whether diagonal blocks are part of `faded` here
 
     @property
     def factor(self) -> float:
@@ -51,12 +55,14 @@ class Growth:
 
     def times(self, gain: Gain) -> Growth:
         if gain.lasting is None:
+            if self.counted and not gain.mixes:
+                return self
             base = self.base * gain.factor if gain.mixes else self.base
             return Growth(self.product * gain.factor, self.mixes or gain.mixes, base, self.faded)
         # Its factor is that of a long run of such blocks, with the diagonal ones between them.
         base = (self.base if self.faded or not self.mixes else self.product) * gain.lasting
         faded = max(self.faded, gain.factor / gain.lasting)
-        return Growth(base * faded, True, base, faded)
+        return Growth(base * faded, True, base, faded, counted=True)
 
     def gain(self, assumed: bool = False) -> Gain:
         """Of the blocks that made it, as one."""
@@ -72,6 +78,7 @@ class Growth:
             any(g.mixes for g in several),
             max(g.base for g in several),
             max(g.faded for g in several),
+            all(g.counted for g in several),
         )
 
 
@@ -261,17 +268,18 @@ class _Sources:
             step = BlockStep(
                 replace(node, rule=scheme), self.cut, "fragment", self.through[i], gain=gain
             )
+            step.looped = bool(self.place[0])
             if step.fragment_bytes < whole:
                 self.schemes[i] = scheme, gain
                 return
 
     def _fragment_gain(self, i: int, scheme: Fragmental, block: Any) -> Gain | None:
         """Its gain, where that is within the limit, or where the user takes it on trust."""
-        key = (self._key(i), self.nodes[i].describe(), scheme.name)
+        key = (self._key(i), self.nodes[i].describe(), scheme.label)
         gain, measured = self.book.gain(key, scheme, block, self.envs)
         if scheme.asked and not gain.factor <= self.options.limit:
             self.measured.add(i)
-            return Gain(self.options.limit, gain.mixes, assumed=True, lasting=gain.lasting)
+            return TRUSTED
         if gain.factor > self.options.limit:
             return None
         if measured:
@@ -404,10 +412,7 @@ class _Sources:
                 leaving, largest = self._through_scan(step, arriving, gain)
             else:
                 leaving = largest = arriving.times(gain)
-                if self.source[i] == "fragment" and self.schemes[i][0].asked:
-                    # On trust: what is said of its error is the certificate's to say.
-                    leaving = replace(leaving, product=min(leaving.product, self.options.limit))
-                elif limited and leaving.factor > self.options.limit:
+                if limited and leaving.factor > self.options.limit:
                     return growth, self._cheapest(i)
             growth.update((v, leaving) for v in outputs)
             self.largest_growth = max(self.largest_growth, largest.factor)
@@ -478,7 +483,7 @@ class _Sources:
                     node = replace(node, rule=scheme, verdict=scheme.verdict(block))
                     reason = node.verdict.reason
                 step = BlockStep(node, self.cut, self.source[i], through, reason, gain)
-                step.measured = i in self.measured
+                step.measured, step.looped = i in self.measured, bool(self.place[0])
                 result.append(step)
             # Grids of spans move from block to block.
             result[-1].place = place
@@ -564,8 +569,9 @@ def _plan_scan(
         envs=book.layer_values(node, body, envs),
         prefix=key,
     )
-    # The carry's cotangents are compared once a layer; a difference inside may be lost on the way there.
-    walk.certify = options.certify and walk.has_difference
+    # The carry's cotangents are compared once a layer; errors inside may be lost on the way there.
+    inside = any(s.source == "fragment" for s in walk.steps)
+    walk.certify = options.certify and (inside or walk.has_difference)
     leaving = [growth[v] for v in carry_out if v in growth]
     layer = Growth.worst(leaving)
     step = ScanStep(

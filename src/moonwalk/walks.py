@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from . import certificate, compat, twins
 from .fragments import Fragmental, Place
@@ -143,7 +144,7 @@ class BlockStep(Step):
     twin: Block  # the block that cotangents go through: in more precision where that is asked for
     inner: Block  # of that, what the rule sees: inputs that are not walked through are operands
     precision: Any = None
-    fragment_bytes = 0
+    looped = False  # whether it stands in the body of a scan, where grids of spans move with the layer
 
     def __post_init__(self) -> None:
         self._linearise()
@@ -200,20 +201,30 @@ class BlockStep(Step):
             return y, (kept, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
 
         self.residual = Residual(linearize, x, operands, kinds, rerun=not self.node.effects)
-        if self.source == "fragment":
-            self.fragment_bytes = self._fragment_bytes()
+        self.sizes: dict[Any, int] = {}
+
+    @property
+    def fragment_bytes(self) -> int:
+        """What is kept of the output's cotangent, which may depend on where its grid lies."""
+        key = (self.place, self.looped)
+        if key not in self.sizes:
+            self.sizes[key] = self._fragment_bytes()
+        return self.sizes[key]
 
     def _fragment_bytes(self) -> int:
         rule, inner = self.node.rule, self.inner
         assert isinstance(rule, Fragmental)
+        traced = self.looped and any(self.moves)
 
-        def made(x: Any, operands: Any, h: Any) -> Any:
+        def made(x: Any, operands: Any, h: Any, place: Any) -> Any:
             _, kept = rule.keep(inner, x, operands)
-            return rule.fragment(inner, rule.prepare(inner, operands), kept, h, (0, 0, 0))
+            place = place if traced else self.place
+            return rule.fragment(inner, rule.prepare(inner, operands), kept, h, place)
 
         outputs = tuple(compat.struct(v.aval) for v in inner.outputs)
         x, operands = inner.structs()
-        return nbytes(*jax.tree.leaves(jax.eval_shape(made, tuple(x), operands, outputs)))
+        place = (jax.ShapeDtypeStruct((), np.int32),) * 3
+        return nbytes(*jax.tree.leaves(jax.eval_shape(made, tuple(x), operands, outputs, place)))
 
     def _make_twin(self) -> Block:
         block = self.block

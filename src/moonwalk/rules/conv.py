@@ -16,7 +16,7 @@ unassigned, drops the diagonal and transposes the kernel, and its order of elimi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,20 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..fragments import Ask, Fragmental
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
-from . import pivot, windows
-from .windows import Axis, Plan
-
-
-class Geometry(NamedTuple):
-    """A convolution's shapes, read off its dimension numbers."""
-
-    axes: tuple[Axis, ...]
-    groups: int
-    m: int  # input channels per group
-    m_out: int  # output channels per group
-    numbers: lax.ConvDimensionNumbers
+from . import pivot, spans, windows
+from .kernels import Geometry, canonical, geometry_of, like_weight, structure_of, unsuited
+from .windows import Plan
 
 
 class Factors(NamedTuple):
@@ -48,37 +40,9 @@ class Factors(NamedTuple):
     couplings: tuple[Any, ...]
 
 
-def _geometry(block: Block) -> Geometry:
-    params, (x, w) = block.eqn.params, block.eqn.invars
-    numbers = params["dimension_numbers"]
-    out = block.outputs[0].aval
-    axes = tuple(
-        Axis(
-            size=x.aval.shape[numbers.lhs_spec[2 + d]],
-            out=out.shape[numbers.out_spec[2 + d]],
-            taps=w.aval.shape[numbers.rhs_spec[2 + d]],
-            stride=params["window_strides"][d],
-            low=params["padding"][d][0],
-            dilation=params["rhs_dilation"][d],
-        )
-        for d in range(len(numbers.lhs_spec) - 2)
-    )
-    groups = params["feature_group_count"]
-    channels_out = w.aval.shape[numbers.rhs_spec[0]]
-    return Geometry(axes, groups, w.aval.shape[numbers.rhs_spec[1]], channels_out // groups, numbers)
-
-
-def _structure(block: Block) -> str | None:
-    declaration = block.declaration(block.eqn.invars[1])
-    out, inp, *_ = block.eqn.params["dimension_numbers"].rhs_spec
-    structure = declaration and declaration.of_kernel(inp, out)
-    # An isometry that is not one as a whole says nothing of its pivot.
-    return None if structure == "isometric" else structure
-
-
 def _plan(block: Block) -> Plan | Verdict:
     """The pivots, or why there are none."""
-    geometry, structure = _geometry(block), _structure(block)
+    geometry, structure = geometry_of(block), structure_of(block)
     chosen = []
     for number, axis in enumerate(geometry.axes):
         plan = windows.plan_axis(axis, single=structure is not None)
@@ -103,21 +67,6 @@ def _plan(block: Block) -> Plan | Verdict:
     return plan
 
 
-def _canonical(geometry: Geometry, w: Any) -> Any:
-    """The kernel as [k…, g, m, m']."""
-    out, inp, *spatial = geometry.numbers.rhs_spec
-    w = lax.transpose(w, (*spatial, inp, out))
-    w = w.reshape((*w.shape[:-1], geometry.groups, geometry.m_out))
-    return jnp.swapaxes(w, -3, -2)
-
-
-def _like_weight(geometry: Geometry, kernel: Any) -> Any:
-    """A kernel [k…, m, g·m'] in the layout of w."""
-    out, inp, *spatial = geometry.numbers.rhs_spec
-    order = np.argsort((*spatial, inp, out))
-    return lax.transpose(kernel, tuple(int(i) for i in order))
-
-
 @register_vijp(lax.conv_general_dilated_p)
 class Convolution(Rule):
     """Gaussian elimination at fixed places, chosen from the geometry alone."""
@@ -125,30 +74,18 @@ class Convolution(Rule):
     name = "convolution"
 
     def verdict(self, block: Block) -> Verdict:
-        params = block.eqn.params
-        if block.inputs != (block.eqn.invars[0],) or block.eqn.invars[1] in block.inputs:
-            return Verdict(
-                None,
-                "the kernel depends on the state",
-                "wrap the layer in moonwalk.custom_vijp and give it a rule",
-            )
-        if any(d != 1 for d in params["lhs_dilation"]) or params["batch_group_count"] != 1:
-            return Verdict(
-                None,
-                "a transposed (input-dilated) or batch-grouped convolution has no elimination here",
-                "upsample by a pixel shuffle of a 1×1 convolution; or solve it matrix-free: "
-                "moonwalk.vijp(..., fallback=moonwalk.MatrixFree())",
-            )
+        if refusal := unsuited(block):
+            return refusal
         plan = _plan(block)
         if isinstance(plan, Verdict):
             return plan
-        return Verdict(True, f"{plan.describe()}, {_structure(block) or 'general'}")
+        return Verdict(True, f"{plan.describe()}, {structure_of(block) or 'general'}")
 
     def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
-        geometry, plan, structure = _geometry(block), _plan(block), _structure(block)
+        geometry, plan, structure = geometry_of(block), _plan(block), structure_of(block)
         assert isinstance(plan, Plan)
         w = operands[block.operands.index(block.eqn.invars[1])]
-        kernel = _canonical(geometry, w)
+        kernel = canonical(geometry, w)
         factors = pivot.factorise(plan.pivot_matrix(kernel), structure, w)
         couplings = []
         for coupled in plan.couplings(kernel):
@@ -163,11 +100,11 @@ class Convolution(Rule):
         if structure == "diagonal":
             inverse_kernel = ()
         else:
-            inverse_kernel = _like_weight(geometry, plan.inverse_kernel(factors.inverse, geometry.m))
+            inverse_kernel = like_weight(geometry, plan.inverse_kernel(factors.inverse, geometry.m))
         return Factors(factors, inverse_kernel, tuple(couplings))
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
-        geometry, plan, structure, (h0,) = _geometry(block), _plan(block), _structure(block), h
+        geometry, plan, structure, (h0,) = geometry_of(block), _plan(block), structure_of(block), h
         assert isinstance(plan, Plan)
         h0 = h0.astype(factors.pivot.inverse.dtype)
         rows, strides = plan.pivot_rows(h0, geometry.numbers.lhs_spec[2:])
@@ -195,12 +132,12 @@ class Convolution(Rule):
         return (solved.astype(block.outputs[0].aval.dtype),)
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        plan, structure = _plan(block), _structure(block)
+        plan, structure = _plan(block), structure_of(block)
         assert isinstance(plan, Plan)
         if operands is None:
             return pivot.gain(structure) if plan.parallel else Gain.unknown()
         w = operands[block.operands.index(block.eqn.invars[1])]
-        matrix = plan.pivot_matrix(_canonical(_geometry(block), w))
+        matrix = plan.pivot_matrix(canonical(geometry_of(block), w))
         own = pivot.gain(structure, matrix)
         if plan.parallel:
             return own
@@ -209,7 +146,7 @@ class Convolution(Rule):
     def _recursion_gain(self, block: Block, operands: Sequence[Any], plan: Plan) -> float:
         """rms ‖A v‖ · rms ‖A⁻¹ u‖ of the recursion A h' = h' + Σ T_a h'[· - a], on random vectors."""
         factors = self.prepare(block, operands)
-        geometry = _geometry(block)
+        geometry = geometry_of(block)
         couplings = dict(zip(plan.shifts, factors.couplings, strict=True))
         shape = (8, *(a.out for a in geometry.axes), geometry.groups, geometry.m_out)
         v = jax.random.normal(jax.random.key(0), shape, factors.pivot.inverse.dtype)
@@ -218,6 +155,10 @@ class Convolution(Rule):
         norm = jnp.linalg.norm(v)
         return float(jnp.linalg.norm(solved) / norm * jnp.linalg.norm(applied) / norm)
 
+    def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
+        if unsuited(block) is None:
+            yield from spans.ways(block, ask)
+
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         return self.alarms(block, self.prepare(block, operands), None)
 
@@ -225,7 +166,7 @@ class Convolution(Rule):
         plan, w = _plan(block), block.eqn.invars[1]
         assert isinstance(plan, Plan)
         what = f"the kernel {block.name(w)}, {plan.describe()}"
-        return pivot.alarms(factors.pivot, _structure(block), w.aval.dtype, what)
+        return pivot.alarms(factors.pivot, structure_of(block), w.aval.dtype, what)
 
 
 def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:

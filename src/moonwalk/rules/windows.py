@@ -260,7 +260,7 @@ def eliminate(plan: Plan, right: Any, couplings: Mapping[tuple[int, ...], Any]) 
         for shift, t in couplings.items():
             earlier = history[sum(shift) - 1]
             for i in others:
-                earlier = _shifted(earlier, shift[i], place[i])
+                earlier = shifted(earlier, shift[i], place[i])
             wave = wave - jnp.einsum("n...go,gpo->n...gp", earlier, t, precision=lax.Precision.HIGHEST)
         wave = jnp.where(inside, wave, 0)
         return jnp.concatenate([wave[None], history[:-1]]), wave
@@ -272,7 +272,7 @@ def eliminate(plan: Plan, right: Any, couplings: Mapping[tuple[int, ...], Any]) 
     return jnp.flip(jnp.moveaxis(waves, 0, first + 1), flipped)
 
 
-def _shifted(array: Any, by: int, axis: int) -> Any:
+def shifted(array: Any, by: int, axis: int) -> Any:
     """array[i - by] along an axis, zero before the start."""
     if by == 0:
         return array
@@ -290,6 +290,6 @@ def apply_couplings(plan: Plan, h: Any, couplings: Mapping[tuple[int, ...], Any]
     for shift, t in couplings.items():
         earlier = h
         for i, by in enumerate(shift):
-            earlier = _shifted(earlier, by, i + 1)
+            earlier = shifted(earlier, by, i + 1)
         total = total - jnp.einsum("n...go,gpo->n...gp", earlier, t)
     return jnp.flip(total, flipped)
