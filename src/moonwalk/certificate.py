@@ -32,7 +32,27 @@ class Certificate(NamedTuple):
     closure: Float[Array, ""]
 
 
-def sample(h: Array) -> Array:
+class Sample(NamedTuple):
+    """Some entries of a cotangent, and the size that the others have."""
+
+    entries: Array
+    size: Array
+
+
+def sample(h: Array) -> Sample:
+    """What Phase II keeps of a cotangent.
+
+    Its size is a bound of its root mean square that neither overflows nor underflows, times 1/4: for a
+    dense cotangent less than the size of the entries. A sparse one (behind a max-pool) may be zero in all
+    of them, and rounding there is measured against the rest.
+    """
+    entries = entries_of(h)
+    wide = jnp.abs(h.astype(compat.working_dtype(h.dtype)))
+    largest = jnp.max(wide, initial=0)
+    return Sample(entries, jnp.sqrt(jnp.mean(wide)) * jnp.sqrt(largest) / 4 if h.size else largest)
+
+
+def entries_of(h: Array) -> Array:
     """64 entries or fewer, spread over the array, as one strided slice; at least one per device."""
     if not h.size:
         return h
@@ -64,14 +84,17 @@ def _counts(shape: tuple[int, ...], shards: tuple[int, ...]) -> list[int]:
         total *= 2
 
 
-def compare(swept: Array, kept: Array) -> Array:
+def compare(swept: Array, kept: Sample) -> Array:
     """‖swept − kept‖ / ‖kept‖ over the sample, in at least float32."""
-    wide = compat.working_dtype(kept.dtype)
-    kept, swept = kept.astype(wide), swept.astype(wide)
+    wide = compat.working_dtype(kept.entries.dtype)
+    truth, found = kept.entries.astype(wide), entries_of(swept).astype(wide)
     # Scaled by the largest entry: with a loss scale, or far down a deep net, squares leave the range.
-    size = jnp.maximum(jnp.max(jnp.abs(kept), initial=0), jnp.finfo(wide).tiny)
-    difference = jnp.sqrt(jnp.sum(((swept - kept) / size) ** 2))
-    return difference / jnp.maximum(jnp.sqrt(jnp.sum((kept / size) ** 2)), 1e-3)
+    unit = jnp.maximum(jnp.max(jnp.abs(truth), initial=0), kept.size.astype(wide))
+    unit = jnp.maximum(unit, jnp.finfo(wide).tiny)
+    difference = jnp.sqrt(jnp.sum(((found - truth) / unit) ** 2))
+    floor = kept.size.astype(wide) / unit * math.sqrt(max(1, truth.size))
+    size = jnp.maximum(jnp.sqrt(jnp.sum((truth / unit) ** 2)), floor)
+    return difference / jnp.maximum(size, 1e-3)
 
 
 def worst(errors: Any) -> Array:

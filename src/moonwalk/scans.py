@@ -487,7 +487,7 @@ class ScanStep(Step):
         if not self.certify:
             return worst
         pairs = zip(h, samples, strict=True)
-        errors = [certificate.compare(certificate.sample(a), s) for a, s in pairs]
+        errors = [certificate.compare(a, s) for a, s in pairs]
         return jnp.maximum(worst, certificate.worst(errors).astype(worst.dtype))
 
     wants_ys = False  # whether Phase III must stack the outputs again for a later node

@@ -596,7 +596,7 @@ class Walk:
                 errors += step.sweep(fixed, held, memos[i], factors[i], x, h, out)
                 if sampled[i]:
                     errors += [
-                        certificate.compare(certificate.sample(h[v]), kept_sample)
+                        certificate.compare(h[v], kept_sample)
                         for v, kept_sample in zip(step.block.outputs, samples[i], strict=True)
                     ]
             out.close(step.node.weights)
