@@ -43,8 +43,8 @@ def sample(h: Array) -> Sample:
     """What Phase II keeps of a cotangent.
 
     Its size is a bound of its root mean square that neither overflows nor underflows, times 1/4: for a
-    dense cotangent less than the size of the entries. A sparse one (behind a max-pool) may be zero in all
-    of them, and rounding there is measured against the rest.
+    dense cotangent less than the size of the entries. A sparse one (behind a max-pool) may be zero in
+    all of them, and rounding there is measured against the rest.
     """
     entries = entries_of(h)
     wide = jnp.abs(h.astype(compat.working_dtype(h.dtype)))

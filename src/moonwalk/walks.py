@@ -295,6 +295,11 @@ class BlockStep(Step):
             ]
             if isinstance(rule, Fragmental) and self.source == "fragment":
                 place = self._place(fixed)
+                if not self.looped:
+                    # What can be made of fragments alone XLA would make of all of them at once.
+                    box = [memo, wide]
+                    hold((box, [0, 1]))
+                    memo, wide = box
                 leaving = rule.restore(self.inner, factors, ours, memo, tuple(wide), place)
             else:
                 leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
@@ -555,14 +560,19 @@ class Walk:
         memos: list[Any] = [()] * len(self.steps)
         samples: list[Any] = [()] * len(self.steps)
         sampled = self.sampled
+        waiting: list[int] = []
         for i in reversed(range(len(self.steps))):
             step = self.steps[i]
             with jax.named_scope(_name(step)):
                 if sampled[i]:
                     samples[i] = tuple(certificate.sample(h[v]) for v in step.block.outputs)
                 memos[i] = step.back(fixed, kept[i], h, out)
+            if step.source == "fragment":
+                waiting.append(i)
             if step.node.is_heavy or step.node.is_fork:
-                hold((h, [v for v in step.block.inputs if v in h]))
+                # A fragment that is cut out late would keep the whole cotangent till then.
+                hold((h, [v for v in step.block.inputs if v in h]), (memos, waiting))
+                waiting = []
         return memos, samples
 
     def prepare(self, fixed: Env) -> list[Any]:
