@@ -462,13 +462,24 @@ def _flat_equations(eqns: Iterable[Any]) -> Iterable[Any]:
             yield from _flat_equations(compat.open_jaxpr(e.params["jaxpr"])[0].eqns)
 
 
+_TF32 = 1e-2  # what walks are held to whose products run in TF32, as everything around them does
+
+
+def ambient_growth(cut: Trunk, method: Moonwalk | PureForward) -> float:
+    """Up to which growth of error walks run in the ambient precision, which may be TF32."""
+    if method.tolerance is not None or not runs_in_tf32(cut):
+        return 1.0
+    return _TF32 / MARGIN / 2.0**-11
+
+
 def tolerance_of(
     cut: Trunk, method: Moonwalk | PureForward, segments: Sequence[Segment], planned: float
 ) -> float:
-    """What a certificate is held to: a walk that loses nothing runs in the ambient precision."""
-    lossless = all(s.growth <= 1 for s in segments if isinstance(s, Walk))
-    if method.tolerance is None and method.walk_precision is None and lossless and runs_in_tf32(cut):
-        return max(planned, 1e-2)
+    """What a certificate is held to: a walk that loses little runs in the ambient precision."""
+    limit = ambient_growth(cut, method)
+    faithful = all(s.growth <= limit for s in segments if isinstance(s, Walk))
+    if method.tolerance is None and method.walk_precision is None and faithful and runs_in_tf32(cut):
+        return max(planned, _TF32)
     return planned
 
 
@@ -478,6 +489,7 @@ def options_for(cut: Trunk, method: Moonwalk | PureForward, certify: bool) -> tu
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
     options = Options(limit, certify=certify, precision=method.walk_precision, fragments=False)
+    options.ambient = ambient_growth(cut, method)
     if isinstance(method, Moonwalk):
         options.fragments, options.wish = True, method.fragment
         options.anchor_every, options.checkpoint = method.anchor_every, method.checkpoint

@@ -29,7 +29,7 @@ from .walks import WALKED, AsideStep, BlockStep, ForkStep, Step, Walk, restricte
 MARGIN = 10
 
 # Of a fragment that the user asked for, whatever is known of its error: the certificate will say.
-TRUSTED = Gain(2.0, mixes=True, assumed=True, lasting=1.0)
+TRUSTED = Gain(3.0, mixes=True, assumed=True, lasting=1.0)
 
 Values = Mapping[Any, Any]
 
@@ -126,6 +126,7 @@ class Options:
     anchor_every: int | None = None
     certify: bool = False
     precision: Any = None  # of the cotangents' chain; None: as the gains ask for
+    ambient: float = 1.0  # up to which growth the ambient precision is right
     fragments: bool = True  # whether blocks may keep part of a cotangent
     wish: Fragment | None = None  # how, if the user says so
     checkpoint: Any = None  # how walks are cut into segments whose Phase I is run again
@@ -171,7 +172,7 @@ def plan_walk(
             walk, growth = other
     if not prefix:
         # Where nothing is lost the ambient precision is right; elsewhere rounding would grow.
-        precise = lax.Precision.HIGHEST if walk.growth > 1 else None
+        precise = lax.Precision.HIGHEST if walk.growth > options.ambient else None
         precision = precise if options.precision is None else options.precision
         if precision is not None:
             walk.in_precision(precision)

@@ -296,10 +296,10 @@ class BlockStep(Step):
             if isinstance(rule, Fragmental) and self.source == "fragment":
                 place = self._place(fixed)
                 if not self.looped:
-                    # What can be made of fragments alone XLA would make of all of them at once.
-                    box = [memo, wide]
-                    hold((box, [0, 1]))
-                    memo, wide = box
+                    # What can be made of fragments and weights alone XLA would make for all blocks at once.
+                    box = [memo, wide, factors]
+                    hold((box, [0, 1, 2]))
+                    memo, wide, factors = box
                 leaving = rule.restore(self.inner, factors, ours, memo, tuple(wide), place)
             else:
                 leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
