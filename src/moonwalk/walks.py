@@ -296,7 +296,7 @@ class BlockStep(Step):
             if isinstance(rule, Fragmental) and self.source == "fragment":
                 place = self._place(fixed)
                 if not self.looped:
-                    # What can be made of fragments and weights alone XLA would make for all blocks at once.
+                    # What needs no h XLA would make for all blocks at once, as early as it can.
                     box = [memo, wide, factors]
                     hold((box, [0, 1, 2]))
                     memo, wide, factors = box
