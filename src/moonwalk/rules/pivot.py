@@ -13,14 +13,14 @@ The inverse is applied as a product, because a small solve inside a hot loop is 
 triangular solve against I loses 10 to 30 times less accuracy than a general inverse does
 (docs/numerics.md §3).
 
-A layer that expands, M [in, out] with in < out and of full row rank, loses h' off the row space of M. With
-the complete QR factorisation Mᵀ = [Q₁ Q₂] [R; 0],
+A layer that expands, M [in, out] with in < out and of full row rank, loses h' off the row space of M.
+With the complete QR factorisation Mᵀ = [Q₁ Q₂] [R; 0],
 
     h = h' Mᵀ = h' Q₁ R    ⇒    h' = h R⁻¹ Q₁ᵀ + f Q₂ᵀ,    f = h' Q₂:
 
-f, out - in coordinates of h', is all that a walk must keep. R⁻¹ Q₁ᵀ is the transpose of M's pseudo-inverse,
-so it is applied as left inverses are; and Q is orthogonal, so only R lets error grow. Structures give this
-factorisation nothing to save.
+f, out - in coordinates of h', is all that a walk must keep. R⁻¹ Q₁ᵀ is the transpose of M's
+pseudo-inverse, so it is applied as left inverses are; and Q is orthogonal, so only R lets error grow.
+Structures give this factorisation nothing to save.
 """
 
 from __future__ import annotations
