@@ -138,7 +138,7 @@ class Pad(Selection):
             return Verdict(True, "crops")
         return Verdict(
             False,
-            f"padding {tuple(tuple(c) for c in config)} adds entries that do not depend on the input: "
+            f"padding {tuple(tuple(map(int, c)) for c in config)} adds entries that do not depend on the input: "
             "their cotangents are lost",
             "give the padding to the convolution itself, which may be submersive with it",
         )
@@ -161,7 +161,7 @@ class Border(Fragmental):
     name = "border"
 
     def describe(self, block: Block) -> str:
-        added = tuple((low, high) for low, high, _ in block.eqn.params["padding_config"])
+        added = tuple((int(low), int(high)) for low, high, _ in block.eqn.params["padding_config"])
         return f"pads by {added}: the border leaves no trace"
 
     def _spans(self, block: Block) -> list[tuple[int, int]]:
