@@ -210,8 +210,16 @@ def _abstract(*avals: Any, call: Any, **_: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
-    tangents = tuple(compat.ad.instantiate_zeros(t) for t in tangents)
-    return jax.jvp(call, tuple(primals), tangents)
+    # A zero tangent made an array would make the pullback keep the state, for the operands' sake.
+    moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
+
+    def moved(*moved: Any) -> Any:
+        args = list(primals)
+        for i, a in zip(moving, moved, strict=True):
+            args[i] = a
+        return call(*args)
+
+    return jax.jvp(moved, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _batch(args: Any, dims: Any, *, call: Any, rule: Any, pair: Any, state: int, label: str) -> Any:

@@ -124,6 +124,11 @@ class Broadcast(Selection):
         )
 
 
+def _padding(block: Block) -> tuple[tuple[int, ...], ...]:
+    """(low, high, interior) of each axis."""
+    return tuple(tuple(int(n) for n in axis) for axis in block.eqn.params["padding_config"])
+
+
 @register_vijp(lax.pad_p)
 class Pad(Selection):
     """Negative padding crops; positive padding makes entries from nothing."""
@@ -131,20 +136,19 @@ class Pad(Selection):
     name = "pad"
 
     def verdict(self, block: Block) -> Verdict:
-        config = block.eqn.params["padding_config"]
+        config = _padding(block)
         if len(block.inputs) > 1 or block.eqn.invars[1] in block.inputs:
             return Verdict(None, "the padding value depends on the state", _KEEP)
         if all(low <= 0 and high <= 0 and interior == 0 for low, high, interior in config):
             return Verdict(True, "crops")
         return Verdict(
             False,
-            f"padding {tuple(tuple(map(int, c)) for c in config)} adds entries that do not depend on the input: "
-            "their cotangents are lost",
+            f"padding {config} adds entries that do not depend on the input: their cotangents are lost",
             "give the padding to the convolution itself, which may be submersive with it",
         )
 
     def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
-        spread = any(interior for *_, interior in block.eqn.params["padding_config"])
+        spread = any(interior for *_, interior in _padding(block))
         if self.verdict(block).submersive is False and not spread:
             yield Border()
 
@@ -161,13 +165,14 @@ class Border(Fragmental):
     name = "border"
 
     def describe(self, block: Block) -> str:
-        added = tuple((int(low), int(high)) for low, high, _ in block.eqn.params["padding_config"])
+        added = tuple((low, high) for low, high, _ in _padding(block))
         return f"pads by {added}: the border leaves no trace"
 
     def _spans(self, block: Block) -> list[tuple[int, int]]:
         """(start, stop) of what comes from the input, along each axis of the output."""
-        config = block.eqn.params["padding_config"]
-        sizes = zip(block.inputs[0].aval.shape, block.outputs[0].aval.shape, config, strict=True)
+        sizes = zip(
+            block.inputs[0].aval.shape, block.outputs[0].aval.shape, _padding(block), strict=True
+        )
         return [
             (min(max(low, 0), new), min(max(old + low, max(low, 0)), new))
             for old, new, (low, *_) in sizes
@@ -183,10 +188,9 @@ class Border(Fragmental):
     def restore(
         self, block: Block, factors: Any, kept: Any, fragment: Any, h: State, place: Place
     ) -> State:
-        (whole,), config = h, block.eqn.params["padding_config"]
-        spans = self._spans(block)
-        for axis, (start, stop) in enumerate(spans):
-            low = config[axis][0]
+        (whole,) = h
+        pairs = zip(self._spans(block), _padding(block), strict=True)
+        for axis, ((start, stop), (low, *_)) in enumerate(pairs):
             whole = lax.slice_in_dim(whole, start - low, stop - low, axis=axis)
         for axis, (below, above) in reversed(list(enumerate(fragment))):
             whole = _joined([below, whole, above], axis)
