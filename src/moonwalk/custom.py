@@ -100,10 +100,15 @@ class custom_vijp:
         ...     lambda primals, h_out: h_out[..., -1:],
         ...     lambda primals, last, h: jnp.concatenate([h - last, last], -1),
         ... )
-        >>> def loss(w, x):
-        ...     return jnp.sum(with_sum(jnp.abs(x @ w)) ** 2)
-        >>> w, x = jnp.ones((2, 2)), jnp.ones((3, 2))
-        >>> bool(jnp.allclose(mw.grad(loss)(w, x), jax.grad(loss)(w, x)))
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = jnp.abs(with_sum(x) @ mw.declare(w, "orthogonal"))
+        ...     return jnp.sum(x**2)
+        >>> ws, x = [jnp.eye(9, 8)] * 4, jnp.ones((64, 8))
+        >>> mw.plan(loss, ws, x).fragments
+        3
+        >>> g = jax.jit(mw.grad(loss))(ws, x)
+        >>> bool(jnp.allclose(g[0], jax.grad(loss)(ws, x)[0]))
         True
         """
         for function in (fragment, restore):
