@@ -210,7 +210,7 @@ custom_vijp_p.def_impl(lambda *args, call, **_: call(*args))
 
 
 def _abstract(*avals: Any, call: Any, **_: Any) -> Any:
-    closed = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    closed = jax.make_jaxpr(call)(*map(compat.struct, avals))
     return [v.aval for v in compat.open_jaxpr(closed)[0].outvars]
 
 

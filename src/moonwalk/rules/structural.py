@@ -346,10 +346,13 @@ class Copies(Fragmental):
 
     name = "copies"
 
+    @property
+    def has_difference(self) -> bool:
+        return any(r.kept and r.source >= 0 for r in self.runs)
+
     def describe(self, block: Block) -> str:
-        lost = [r for r in self.runs if r.kept]
-        kinds = ["copies"] if any(r.source >= 0 for r in lost) else []
-        kinds += ["constants"] if any(r.source < 0 for r in lost) else []
+        kinds = ["copies"] if self.has_difference else []
+        kinds += ["constants"] if any(r.source < 0 for r in self.runs) else []
         return f"joins parts along axis {self.axis}: {' and '.join(kinds)} leave no trace of their own"
 
     def fragment(self, block: Block, factors: Any, kept: Any, h: State, place: Place) -> Any:
