@@ -1,21 +1,33 @@
-"""`custom_vijp`: a layer with a vijp of its own, the way `jax.custom_jvp` gives one a jvp."""
+"""`custom_vijp`: a layer with a vijp of its own, the way `jax.custom_jvp` gives one a jvp.
+
+Or, where a vijp cannot be, with a fragment of its own (`fragments`).
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from . import compat
 from .errors import DuplicateRuleError
+from .fragments import Fragmental, Place
 from .graph import Block
-from .registry import Rule, State, Verdict, register_vijp
+from .registry import Gain, Rule, State, Verdict, register_vijp
 from .rules.generic import MatrixFree
 from .staging import evaluate
+
+
+class Pair(NamedTuple):
+    """An author's fragment, on flat lists of arrays."""
+
+    fragment: Callable[[Sequence[Any], Sequence[Any]], Any]  # (arguments, h') -> any pytree
+    restore: Callable[[Sequence[Any], Any, Sequence[Any]], list[Any]]  # (arguments, fragment, h) -> h'
 
 
 class custom_vijp:
@@ -48,6 +60,7 @@ class custom_vijp:
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff_argnums)
         self.rule: Callable[[Any, Any], Any] | MatrixFree | None = None
+        self.pair: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         functools.update_wrapper(self, fun)
 
     def defvijp(self, rule: Any) -> Any:
@@ -66,8 +79,50 @@ class custom_vijp:
         self.rule = rule
         return rule
 
+    def deffragment(self, fragment: Callable[..., Any], restore: Callable[..., Any]) -> None:
+        """For a layer that loses part of its output's cotangent h': keep that part, restore the rest.
+
+        - `fragment(*nondiff, primals, h') -> any pytree`, linear in h': what a walk keeps of it;
+        - `restore(*nondiff, primals, fragment, h) -> h'`, from that and the first argument's cotangent.
+
+        `moonwalk.value_and_grad` keeps the fragment where it is smaller than h', and takes on trust that
+        error does not grow in `restore`; walks with such a layer carry their certificate. A layer may
+        have both a pair and a vijp: the pair then serves where the tolerance does not admit the vijp
+        (nothing bounds its gain). What neither function reads of the state is not kept.
+
+        **Example:** a layer that appends the sum of its features, and so loses one cotangent:
+
+        >>> import jax, jax.numpy as jnp, moonwalk as mw
+        >>> @mw.custom_vijp
+        ... def with_sum(x):
+        ...     return jnp.concatenate([x, x.sum(-1, keepdims=True)], -1)
+        >>> with_sum.deffragment(
+        ...     lambda primals, h_out: h_out[..., -1:],
+        ...     lambda primals, last, h: jnp.concatenate([h - last, last], -1),
+        ... )
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = jnp.abs(with_sum(x) @ mw.declare(w, "orthogonal"))
+        ...     return jnp.sum(x**2)
+        >>> ws, x = [jnp.eye(9, 8)] * 4, jnp.ones((64, 8))
+        >>> mw.plan(loss, ws, x).fragments
+        3
+        >>> g = jax.jit(mw.grad(loss))(ws, x)
+        >>> bool(jnp.allclose(g[0], jax.grad(loss)(ws, x)[0]))
+        True
+        """
+        for function in (fragment, restore):
+            if not callable(function):
+                raise TypeError(
+                    "deffragment takes two functions, fragment(primals, h_out) and restore(primals, "
+                    f"fragment, h), got {type(function).__name__}"
+                )
+        if self.pair is not None:
+            raise DuplicateRuleError(f"custom_vijp: {compat.origin(self.fun)} already has a fragment")
+        self.pair = fragment, restore
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rule is None:
+        if self.rule is None and self.pair is None:
             raise AttributeError(
                 f"custom_vijp: no rule was set for {compat.origin(self.fun)}; decorate one with "
                 f"@{compat.origin(self.fun)}.defvijp"
@@ -95,24 +150,38 @@ class custom_vijp:
             inner, outer = flat[: len(leaves)], flat[len(leaves) :]
             return evaluate(jaxpr, outer, inner, {})
 
-        def rule(flat: Sequence[Any], h: Sequence[Any]) -> list[Any]:
+        def unflatten(flat: Sequence[Any], h: Sequence[Any]) -> tuple[Any, Any]:
             primals = jax.tree.unflatten(in_tree, flat[: len(leaves)])
-            state_tree = jax.tree.structure(primals[0])
-            cotangent = jax.tree.unflatten(state_tree, h)
-            result = self.rule(*static, primals, cotangent)  # type: ignore[operator, misc]
+            return primals, jax.tree.unflatten(jax.tree.structure(primals[0]), h)
+
+        def cotangents(result: Any, what: str) -> list[Any]:
             found, found_tree = jax.tree.flatten(result)
             if found_tree != out_tree:
                 raise TypeError(
-                    f"custom_vijp: the rule of {compat.origin(self.fun)} must return a cotangent "
+                    f"custom_vijp: {what} of {compat.origin(self.fun)} must return a cotangent "
                     f"with the structure of the output, {out_tree}, but returned {found_tree}"
                 )
             return found
+
+        def rule(flat: Sequence[Any], h: Sequence[Any]) -> list[Any]:
+            found = self.rule(*static, *unflatten(flat, h))  # type: ignore[operator, misc]
+            return cotangents(found, "the rule")
+
+        def fragment(flat: Sequence[Any], h_out: Sequence[Any]) -> Any:
+            primals = jax.tree.unflatten(in_tree, flat[: len(leaves)])
+            return self.pair[0](*static, primals, jax.tree.unflatten(out_tree, h_out))  # type: ignore[index]
+
+        def restore(flat: Sequence[Any], part: Any, h: Sequence[Any]) -> list[Any]:
+            primals, cotangent = unflatten(flat, h)
+            found = self.pair[1](*static, primals, part, cotangent)  # type: ignore[index]
+            return cotangents(found, "`restore`")
 
         out = custom_vijp_p.bind(
             *leaves,
             *consts,
             call=call,
-            rule=self.rule if isinstance(self.rule, MatrixFree) else rule,
+            rule=rule if callable(self.rule) else self.rule,
+            pair=None if self.pair is None else Pair(fragment, restore),
             state=state,
             label=compat.origin(self.fun),
         )
@@ -141,16 +210,24 @@ custom_vijp_p.def_impl(lambda *args, call, **_: call(*args))
 
 
 def _abstract(*avals: Any, call: Any, **_: Any) -> Any:
-    closed = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    closed = jax.make_jaxpr(call)(*map(compat.struct, avals))
     return [v.aval for v in compat.open_jaxpr(closed)[0].outvars]
 
 
 def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
-    tangents = tuple(compat.ad.instantiate_zeros(t) for t in tangents)
-    return jax.jvp(call, tuple(primals), tangents)
+    # A zero tangent made an array would make the pullback keep the state, for the operands' sake.
+    moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
+
+    def moved(*moved: Any) -> Any:
+        args = list(primals)
+        for i, a in zip(moving, moved, strict=True):
+            args[i] = a
+        return call(*args)
+
+    return jax.jvp(moved, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _batch(args: Any, dims: Any, *, call: Any, rule: Any, state: int, label: str) -> Any:
+def _batch(args: Any, dims: Any, *, call: Any, rule: Any, pair: Any, state: int, label: str) -> Any:
     axes = [None if d is compat.not_mapped else d for d in dims]
     size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
     # A state shared by a batch of operands has one cotangent, the sum over the batch: a rule written
@@ -163,10 +240,18 @@ def _batch(args: Any, dims: Any, *, call: Any, rule: Any, state: int, label: str
     def batched_rule(flat: Any, h: Any) -> Any:
         return jax.vmap(rule, in_axes=(axes, axes[:state]))(list(flat), list(h))
 
+    # The outputs' batch is their first axis, and so is the fragment's.
+    def fragment(flat: Any, h_out: Any) -> Any:
+        return jax.vmap(pair.fragment, in_axes=(axes, 0))(list(flat), list(h_out))
+
+    def restore(flat: Any, part: Any, h: Any) -> Any:
+        return jax.vmap(pair.restore, in_axes=(axes, 0, axes[:state]))(list(flat), part, list(h))
+
     out = custom_vijp_p.bind(
         *args,
         call=jax.vmap(call, in_axes=tuple(axes)),
-        rule=rule if isinstance(rule, MatrixFree) else batched_rule,
+        rule=batched_rule if callable(rule) else rule,
+        pair=None if pair is None else Pair(fragment, restore),
         state=state,
         label=label,
     )
@@ -190,49 +275,136 @@ class CustomRule(Rule):
     keeps_pullback = False
 
     def verdict(self, block: Block) -> Verdict:
-        eqn = block.eqn
-        if any(v in block.inputs for v in eqn.invars[eqn.params["state"] :]):
+        refusal = _misused(block)
+        if refusal is not None:
+            return refusal
+        rule, label = block.eqn.params["rule"], block.eqn.params["label"]
+        if rule is None:
             return Verdict(
-                None,
-                f"an operand of `{eqn.params['label']}` depends on the state; custom_vijp takes the "
-                "state as its first argument and constants as all others",
-                "pass everything that depends on the state in the first argument (a tuple)",
+                False,
+                f"`{label}` has no vijp: it needs a fragment of its output's cotangent, which "
+                "moonwalk.value_and_grad keeps",
+                f"differentiate with moonwalk.value_and_grad, or set a rule: {label}.defvijp",
             )
-        state = eqn.invars[: eqn.params["state"]]
-        if len(block.inputs) < len(state):
-            return Verdict(
-                None,
-                f"part of the first argument of `{eqn.params['label']}` is constant, or the same state "
-                "twice: the rule's h would not be that of independent states",
-                "pass each state once, and constants in the other arguments",
-            )
-        rule = eqn.params["rule"]
         if isinstance(rule, MatrixFree):
             return rule.verdict(block)
-        return Verdict(True, f"rule given by the author of `{eqn.params['label']}`")
+        return Verdict(True, f"rule given by the author of `{label}`")
 
     def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
         if isinstance(block.eqn.params["rule"], MatrixFree):
             return super().linearize(block, x, operands)
-        values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-        args = [v.val if isinstance(v, compat.Literal) else values[v] for v in block.eqn.invars]
-        return block(x, operands), args
+        return block(x, operands), _arguments(block, x, operands)
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
-        eqn = block.eqn
-        if isinstance(eqn.params["rule"], MatrixFree):
-            return eqn.params["rule"].vijp(block, factors, kept, h)
-        found = dict(zip(block.inputs, h, strict=True))
-        arriving = [found[v] for v in eqn.invars[: eqn.params["state"]]]
-        leaving = dict(zip(eqn.outvars, eqn.params["rule"](kept, arriving), strict=True))
-        for v in block.outputs:
-            if leaving[v].shape != v.aval.shape:
-                raise TypeError(
-                    f"custom_vijp: the rule of `{eqn.params['label']}` must return a cotangent of "
-                    f"shape {v.aval.shape}, but returned {leaving[v].shape}"
-                )
-        return tuple(leaving[v].astype(v.aval.dtype) for v in block.outputs)
+        rule = block.eqn.params["rule"]
+        if isinstance(rule, MatrixFree):
+            return rule.vijp(block, factors, kept, h)
+        return _leaving(block, rule(kept, _arriving(block, h)), "the rule")
+
+    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+        if block.eqn.params["pair"] is not None and _misused(block) is None:
+            yield CustomFragment()
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Any]:
         rule = block.eqn.params["rule"]
         return rule.alarms(block, factors, kept) if isinstance(rule, MatrixFree) else []
+
+
+@dataclass(frozen=True)
+class CustomFragment(Fragmental):
+    """The author's fragment."""
+
+    name = "custom fragment"
+    keeps_pullback = False
+
+    def describe(self, block: Block) -> str:
+        return f"fragment given by the author of `{block.eqn.params['label']}`"
+
+    def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
+        arguments = _arguments(block, x, operands)
+        # A linear layer's fragment reads no state: then Phase I need not keep it.
+        read = block.once(_read_by_pair)
+        kept = [a if i >= len(read) or read[i] else None for i, a in enumerate(arguments)]
+        return block(x, operands), kept
+
+    def fragment(self, block: Block, factors: Any, kept: Any, h: State, place: Place) -> Any:
+        pair, given = block.eqn.params["pair"], dict(zip(block.outputs, h, strict=True))
+        h_out = [given[v] if v in given else compat.full(v.aval, 0.0) for v in block.eqn.outvars]
+        return pair.fragment(_filled(block, kept), h_out)
+
+    def restore(
+        self, block: Block, factors: Any, kept: Any, fragment: Any, h: State, place: Place
+    ) -> State:
+        pair, arriving = block.eqn.params["pair"], _arriving(block, h)
+        return _leaving(block, pair.restore(_filled(block, kept), fragment, arriving), "`restore`")
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=True, assumed=True)
+
+
+def _misused(block: Block) -> Verdict | None:
+    """Why an author's functions do not speak of this call."""
+    eqn = block.eqn
+    if any(v in block.inputs for v in eqn.invars[eqn.params["state"] :]):
+        return Verdict(
+            None,
+            f"an operand of `{eqn.params['label']}` depends on the state; custom_vijp takes the "
+            "state as its first argument and constants as all others",
+            "pass everything that depends on the state in the first argument (a tuple)",
+        )
+    state = eqn.invars[: eqn.params["state"]]
+    if len(block.inputs) < len(state):
+        return Verdict(
+            None,
+            f"part of the first argument of `{eqn.params['label']}` is constant, or the same state "
+            "twice: the rule's h would not be that of independent states",
+            "pass each state once, and constants in the other arguments",
+        )
+    return None
+
+
+def _arguments(block: Block, x: State, operands: Sequence[Any]) -> list[Any]:
+    """The flat arguments of the call."""
+    values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
+    return [v.val if isinstance(v, compat.Literal) else values[v] for v in block.eqn.invars]
+
+
+def _arriving(block: Block, h: State) -> list[Any]:
+    """The state's cotangents in the order of the call."""
+    found = dict(zip(block.inputs, h, strict=True))
+    return [found[v] for v in block.eqn.invars[: block.eqn.params["state"]]]
+
+
+def _leaving(block: Block, found: Sequence[Any], what: str) -> State:
+    """The outputs' cotangents, checked, out of an author's function."""
+    leaving = dict(zip(block.eqn.outvars, found, strict=True))
+    for v in block.outputs:
+        if jnp.shape(leaving[v]) != v.aval.shape:
+            raise TypeError(
+                f"custom_vijp: {what} of `{block.eqn.params['label']}` must return a cotangent of "
+                f"shape {v.aval.shape}, but returned {jnp.shape(leaving[v])}"
+            )
+    return tuple(jnp.asarray(leaving[v], v.aval.dtype) for v in block.outputs)
+
+
+def _filled(block: Block, kept: Sequence[Any]) -> list[Any]:
+    """The call's arguments; what its author's functions do not read is zero."""
+    pairs = zip(kept, block.eqn.invars, strict=True)
+    return [compat.full(v.aval, 0.0) if a is None else a for a, v in pairs]
+
+
+def _read_by_pair(block: Block) -> list[bool]:
+    """Of the state's arrays, which ones a fragment and its restoration read."""
+    eqn, count = block.eqn, block.eqn.params["state"]
+    pair, args = eqn.params["pair"], [compat.struct(v.aval) for v in eqn.invars]
+
+    def both(args: Any, h_out: Any, h: Any) -> Any:
+        part = pair.fragment(args, h_out)
+        return part, pair.restore(args, part, h)
+
+    h_out = [compat.struct(v.aval) for v in eqn.outvars]
+    jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(both)(args, h_out, args[:count]))
+    read = {v for e in jaxpr.eqns for v in e.invars if not isinstance(v, compat.Literal)}
+    read |= {v for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
+    return [v in read for v in jaxpr.invars[:count]]

@@ -66,6 +66,11 @@ class Fragmental(Rule):
     reads_factors: ClassVar[bool] = False  # whether `fragment` needs what `prepare` makes
     asked: bool = False  # whether the user asked for just this, however exact it is
 
+    @property
+    def has_difference(self) -> bool:
+        """Whether `restore` takes the difference of two cotangents, which may cancel."""
+        return False
+
     def verdict(self, block: Block) -> Verdict:
         return Verdict(True, self.describe(block))
 

@@ -157,6 +157,11 @@ class BlockStep(Step):
         return (*self.node.rule.moves(self.inner), 0, 0, 0)[:3]
 
     @property
+    def has_difference(self) -> bool:
+        rule = self.node.rule
+        return self.source == "fragment" and isinstance(rule, Fragmental) and rule.has_difference
+
+    @property
     def memo_bytes(self) -> int:
         return self.fragment_bytes if self.source == "fragment" else super().memo_bytes
 

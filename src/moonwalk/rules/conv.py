@@ -12,11 +12,15 @@ K rows[i'] for all i' is itself a convolution, with the input's own layout and g
 parallel it is the whole vijp. This corrects the paper's Algorithm 2, which leaves channel 0
 unassigned, drops the diagonal and transposes the kernel, and its order of elimination Σi' + c'
 (docs/numerics.md §7.1, §7.2).
+
+Where channels expand, M has more columns than rows and each window loses h' off their span: with windows
+that are solved in parallel, a walk keeps those coordinates (`pivot`), and K is M's pseudo-inverse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..fragments import Ask, Fragmental
+from .. import compat
+from ..fragments import Ask, Fragmental, Place
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 from . import pivot, spans, windows
@@ -40,8 +45,8 @@ class Factors(NamedTuple):
     couplings: tuple[Any, ...]
 
 
-def _plan(block: Block) -> Plan | Verdict:
-    """The pivots, or why there are none."""
+def _pivots(block: Block) -> Plan | Verdict:
+    """The pivots, however many channels they serve, or why there are none."""
     geometry, structure = geometry_of(block), structure_of(block)
     chosen = []
     for number, axis in enumerate(geometry.axes):
@@ -55,8 +60,13 @@ def _plan(block: Block) -> Plan | Verdict:
                 "moonwalk.vijp(..., fallback=moonwalk.MatrixFree())",
             )
         chosen.append(plan)
-    plan = Plan(tuple(chosen))
-    if geometry.m_out > plan.pivots * geometry.m:
+    return Plan(tuple(chosen))
+
+
+def _plan(block: Block) -> Plan | Verdict:
+    """Pivots with as many equations as there are output channels, or why there are none."""
+    plan, geometry = _pivots(block), geometry_of(block)
+    if isinstance(plan, Plan) and geometry.m_out > plan.pivots * geometry.m:
         return Verdict(
             False if plan.pivots == 1 and block.sizes[1] > block.sizes[0] else None,
             f"the channels expand: {geometry.m_out} outputs per group, but the pivot ({plan.describe()})"
@@ -106,21 +116,7 @@ class Convolution(Rule):
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         geometry, plan, structure, (h0,) = geometry_of(block), _plan(block), structure_of(block), h
         assert isinstance(plan, Plan)
-        h0 = h0.astype(factors.pivot.inverse.dtype)
-        rows, strides = plan.pivot_rows(h0, geometry.numbers.lhs_spec[2:])
-        if structure == "diagonal":
-            solved = _divide_channels(geometry, rows, factors.pivot.inverse)
-        else:
-            solved = lax.conv_general_dilated(
-                rows,
-                factors.kernel,
-                window_strides=strides,
-                padding=[(0, 0)] * len(geometry.axes),
-                rhs_dilation=[a.dilation for a in geometry.axes],
-                dimension_numbers=geometry.numbers,
-                feature_group_count=geometry.groups,
-                precision=pivot.solve_precision(structure, block.eqn.params["precision"]),
-            )
+        solved = _solve_windows(block, plan, structure, factors, h0)
         if not plan.parallel:
             batch, feature, *spatial = geometry.numbers.out_spec
             last = lax.transpose(solved, (batch, *spatial, feature))
@@ -157,6 +153,7 @@ class Convolution(Rule):
 
     def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
         if unsuited(block) is None:
+            yield from _expanding(block)
             yield from spans.ways(block, ask)
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
@@ -167,6 +164,25 @@ class Convolution(Rule):
         assert isinstance(plan, Plan)
         what = f"the kernel {block.name(w)}, {plan.describe()}"
         return pivot.alarms(factors.pivot, structure_of(block), w.aval.dtype, what)
+
+
+def _solve_windows(block: Block, plan: Plan, structure: str | None, factors: Factors, h: Any) -> Any:
+    """K rows[i'] for all windows i', in the layout of the output."""
+    geometry = geometry_of(block)
+    h = h.astype(factors.pivot.inverse.dtype)
+    rows, strides = plan.pivot_rows(h, geometry.numbers.lhs_spec[2:])
+    if structure == "diagonal":
+        return _divide_channels(geometry, rows, factors.pivot.inverse)
+    return lax.conv_general_dilated(
+        rows,
+        factors.kernel,
+        window_strides=strides,
+        padding=[(0, 0)] * len(geometry.axes),
+        rhs_dilation=[a.dilation for a in geometry.axes],
+        dimension_numbers=geometry.numbers,
+        feature_group_count=geometry.groups,
+        precision=_precision(block),
+    )
 
 
 def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
@@ -181,3 +197,89 @@ def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
         (geometry.numbers.out_spec[0], *geometry.numbers.out_spec[2:], geometry.numbers.out_spec[1])
     )
     return lax.transpose(solved, tuple(int(i) for i in order))
+
+
+# --- channels that expand ---------------------------------------------------------------------------
+
+
+def _expanding(block: Block) -> Iterator[Fragmental]:
+    """What serves a convolution that only lacks equations for its channels, in parallel windows."""
+    plan, geometry = _pivots(block), geometry_of(block)
+    if not isinstance(plan, Plan) or not plan.parallel or geometry.m_out <= plan.pivots * geometry.m:
+        return
+    if geometry.numbers.out_spec[1] not in compat.sharded_axes(block.outputs[0].aval):
+        yield Expanding()
+
+
+@dataclass(frozen=True)
+class Expanding(Fragmental):
+    """More output channels than a parallel pivot has equations: keeps h' Q₂ of every window."""
+
+    name = "expanding convolution"
+    reads_factors = True
+
+    def describe(self, block: Block) -> str:
+        plan, geometry = _parallel(block), geometry_of(block)
+        lost = geometry.m_out - plan.pivots * geometry.m
+        return (
+            f"{plan.describe()}, {structure_of(block) or 'general'}: {lost} of {geometry.m_out} "
+            "channels leave no trace" + (f", in each of {geometry.groups} groups" if geometry.groups > 1 else "")
+        )
+
+    def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
+        """(the factors of the part that is seen, as a convolution, and the cokernel)."""
+        geometry, plan = geometry_of(block), _parallel(block)
+        w = operands[block.operands.index(block.eqn.invars[1])]
+        found = pivot.expand(plan.pivot_matrix(canonical(geometry, w)), structure_of(block), w)
+        kernel = like_weight(geometry, plan.inverse_kernel(found.pivot.inverse, geometry.m))
+        return Factors(found.pivot, kernel, ()), found
+
+    def fragment(self, block: Block, factors: Any, kept: Any, h: State, place: Place) -> Any:
+        return pivot.keep(factors[1], _windows(geometry_of(block), h[0]), _precision(block))
+
+    def restore(
+        self, block: Block, factors: Any, kept: Any, fragment: Any, h: State, place: Place
+    ) -> State:
+        seen = _solve_windows(block, _parallel(block), None, factors[0], h[0])
+        rest = pivot.kept_part(factors[1], fragment, _precision(block))
+        whole = seen + _from_windows(geometry_of(block), rest, block.outputs[0].aval)
+        return (whole.astype(block.outputs[0].aval.dtype),)
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        if operands is None:
+            return pivot.gain(structure_of(block))
+        w = operands[block.operands.index(block.eqn.invars[1])]
+        matrix = _parallel(block).pivot_matrix(canonical(geometry_of(block), w))
+        return pivot.gain(structure_of(block), matrix)
+
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        w = block.eqn.invars[1]
+        what = f"the kernel {block.name(w)}, {_parallel(block).describe()}"
+        factors = self.prepare(block, operands)[0].pivot
+        return pivot.alarms(factors, structure_of(block), w.aval.dtype, what)
+
+
+def _parallel(block: Block) -> Plan:
+    plan = _pivots(block)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _precision(block: Block) -> Any:
+    return pivot.solve_precision(structure_of(block), block.eqn.params["precision"])
+
+
+def _windows(geometry: Geometry, h: Any) -> Any:
+    """The output's cotangent as rows [g, windows, m']."""
+    batch, feature, *spatial = geometry.numbers.out_spec
+    last = lax.transpose(h, (batch, *spatial, feature))
+    rows = last.reshape((-1, geometry.groups, geometry.m_out))
+    return jnp.moveaxis(rows, 1, 0)
+
+
+def _from_windows(geometry: Geometry, rows: Any, aval: Any) -> Any:
+    """Rows [g, windows, m'] in the layout of the output."""
+    batch, feature, *spatial = geometry.numbers.out_spec
+    order = (batch, *spatial, feature)
+    last = jnp.moveaxis(rows, 0, 1).reshape([aval.shape[a] for a in order])
+    return lax.transpose(last, tuple(int(i) for i in np.argsort(order)))

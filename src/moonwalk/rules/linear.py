@@ -4,13 +4,15 @@
     h[b, f, i] = Σ_o h'[b, f, o] M[b, i, o]     submersive iff M[b] has full column rank (out ≤ in)
 
 Axes may lie in any order and number; the rule reads them off the dimension numbers, so weights stored
-[in, out] or [out, in], vmapped, stacked or multi-headed are all the same to it.
+[in, out] or [out, in], vmapped, stacked or multi-headed are all the same to it. A layer that expands, of
+full row rank, keeps the out - in coordinates of h' that it loses (`pivot`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jax import lax
 
 from .. import compat
 from ..compat import Literal
+from ..fragments import Fragmental, Place
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 from . import pivot
@@ -64,6 +67,48 @@ def _matrix(layout: Layout, w: Any) -> Any:
     return lax.transpose(w, order).reshape((*batch, *sizes))
 
 
+def _features(layout: Layout) -> tuple[int, int]:
+    """(in, out)."""
+    shape = layout.weight.aval.shape
+    n, n_out = (math.prod(shape[a] for a in axes) for axes in (layout.w_in, layout.w_out))
+    return n, n_out
+
+
+def _free(layout: Layout, block: Block) -> list[int]:
+    """Sizes of the state's free axes as rows have them: with a batch, merged."""
+    free = [block.inputs[0].aval.shape[a] for a in layout.x_free]
+    # Without a batch there is no need to merge the free axes, any of which may be sharded.
+    return [math.prod(free)] if layout.x_batch else free
+
+
+def _in_rows(layout: Layout, block: Block, h: Any) -> Any:
+    """The state's cotangent as rows [*batch, *free, in]."""
+    rows = lax.transpose(h, (*layout.x_batch, *layout.x_free, *layout.x_in))
+    batch = [h.shape[a] for a in layout.x_batch]
+    return rows.reshape((*batch, *_free(layout, block), _features(layout)[0]))
+
+
+def _out_rows(layout: Layout, block: Block, h: Any) -> Any:
+    """The output's cotangent as rows [*batch, *free, out]."""
+    batch, free, out = h.shape[: len(layout.x_batch)], _free(layout, block), _features(layout)[1]
+    if layout.state_first:
+        return h.reshape((*batch, *free, out))
+    return jnp.moveaxis(h.reshape((*batch, out, *free)), len(batch), -1)
+
+
+def _as_output(layout: Layout, block: Block, rows: Any) -> Any:
+    """Rows [*batch, *free, out] as the output's cotangent."""
+    if not layout.state_first:
+        rows = jnp.moveaxis(rows, -1, len(layout.x_batch))
+    return rows.reshape(block.outputs[0].aval.shape).astype(block.outputs[0].aval.dtype)
+
+
+def _out_sharding(layout: Layout, block: Block) -> Any:
+    """The output's sharding, where rows are the output as it lies."""
+    in_place = layout.state_first and not layout.x_batch and len(layout.w_out) == 1
+    return compat.explicit_sharding(block.outputs[0].aval) if in_place else None
+
+
 @register_vijp(lax.dot_general_p)
 class Dense(Rule):
     """h' = h · (left inverse of M)ᵀ."""
@@ -80,8 +125,7 @@ class Dense(Rule):
         layout = _layout(block)
         if isinstance(layout.weight, Literal):
             return Verdict(None, "the weight is a scalar literal", "multiply with `*` instead")
-        shape = layout.weight.aval.shape
-        n, n_out = (math.prod(shape[a] for a in axes) for axes in (layout.w_in, layout.w_out))
+        n, n_out = _features(layout)
         if n_out > n:
             return Verdict(
                 False,
@@ -100,25 +144,13 @@ class Dense(Rule):
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         layout, structure, (h0,) = _layout(block), _structure(block, _layout(block)), h
-        batch = [h0.shape[a] for a in layout.x_batch]
-        free = [h0.shape[a] for a in layout.x_free]
-        rows = lax.transpose(h0, (*layout.x_batch, *layout.x_free, *layout.x_in))
-        features = math.prod(h0.shape[a] for a in layout.x_in)
-        # Without a batch there is no need to merge the free axes, any of which may be sharded.
-        merged = (math.prod(free),) if batch else free
-        rows = rows.reshape((*batch, *merged, features)).astype(factors.inverse.dtype)
-        precision = pivot.solve_precision(structure, block.eqn.params["precision"])
+        rows = _in_rows(layout, block, h0).astype(factors.inverse.dtype)
         if structure == "diagonal":
             factors = factors._replace(inverse=factors.inverse[..., None, :])
-        out = [layout.weight.aval.shape[a] for a in layout.w_out]
-        in_place = layout.state_first and not batch and len(out) == 1
-        sharding = compat.explicit_sharding(block.outputs[0].aval) if in_place else None
-        solved = pivot.apply(factors, structure, rows, precision, sharding)
-        if layout.state_first:
-            solved = solved.reshape((*batch, *free, *out))
-        else:
-            solved = jnp.moveaxis(solved, -1, len(batch)).reshape((*batch, *out, *free))
-        return (solved.astype(block.outputs[0].aval.dtype),)
+        solved = pivot.apply(
+            factors, structure, rows, _precision(block, layout), _out_sharding(layout, block)
+        )
+        return (_as_output(layout, block, solved),)
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
         layout = _layout(block)
@@ -136,3 +168,55 @@ class Dense(Rule):
         weight = f"the weight {block.name(layout.weight)}"
         dtype = layout.weight.aval.dtype
         return pivot.alarms(factors, _structure(block, layout), dtype, weight)
+
+    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+        if self.verdict(block).submersive is False and not _splits_out(block, _layout(block)):
+            yield Expanding()
+
+
+def _splits_out(block: Block, layout: Layout) -> bool:
+    """Whether the output's features lie on several devices: no row of h' is on any of them."""
+    first = len(layout.x_batch) + (len(layout.x_free) if layout.state_first else 0)
+    own = range(first, first + len(layout.w_out))
+    return any(a in own for a in compat.sharded_axes(block.outputs[0].aval))
+
+
+@dataclass(frozen=True)
+class Expanding(Fragmental):
+    """A dense layer with more outputs than inputs: keeps h' Q₂."""
+
+    name = "expanding dense"
+    reads_factors = True
+
+    def describe(self, block: Block) -> str:
+        layout = _layout(block)
+        n, n_out = _features(layout)
+        structure = _structure(block, layout) or "general"
+        return f"dense {n} -> {n_out}, {structure}: {n_out - n} of {n_out} coordinates leave no trace"
+
+    def prepare(self, block: Block, operands: Sequence[Any]) -> Any:
+        layout = _layout(block)
+        w = operands[block.operands.index(layout.weight)]
+        return pivot.expand(_matrix(layout, w), _structure(block, layout), w)
+
+    def fragment(self, block: Block, factors: Any, kept: Any, h: State, place: Place) -> Any:
+        layout = _layout(block)
+        return pivot.keep(factors, _out_rows(layout, block, h[0]), _precision(block, layout))
+
+    def restore(
+        self, block: Block, factors: Any, kept: Any, fragment: Any, h: State, place: Place
+    ) -> State:
+        layout, precision = _layout(block), _precision(block, _layout(block))
+        rows = _in_rows(layout, block, h[0]).astype(factors.basis.dtype)
+        seen = pivot.apply(factors.pivot, None, rows, precision, _out_sharding(layout, block))
+        return (_as_output(layout, block, seen + pivot.kept_part(factors, fragment, precision)),)
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        return Dense().gain(block, operands)
+
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        return Dense().alarms(block, self.prepare(block, operands).pivot, None)
+
+
+def _precision(block: Block, layout: Layout) -> Any:
+    return pivot.solve_precision(_structure(block, layout), block.eqn.params["precision"])

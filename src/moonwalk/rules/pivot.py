@@ -12,6 +12,15 @@ vijp multiplies by a left inverse, made once from the weights:
 The inverse is applied as a product, because a small solve inside a hot loop is bound by latency; a
 triangular solve against I loses 10 to 30 times less accuracy than a general inverse does
 (docs/numerics.md §3).
+
+A layer that expands, M [in, out] with in < out and of full row rank, loses h' off the row space of M.
+With the complete QR factorisation Mᵀ = [Q₁ Q₂] [R; 0],
+
+    h = h' Mᵀ = h' Q₁ R    ⇒    h' = h R⁻¹ Q₁ᵀ + f Q₂ᵀ,    f = h' Q₂:
+
+f, out - in coordinates of h', is all that a walk must keep. R⁻¹ Q₁ᵀ is the transpose of M's
+pseudo-inverse, so it is applied as left inverses are; and Q is orthogonal, so only R lets error grow.
+Structures give this factorisation nothing to save.
 """
 
 from __future__ import annotations
@@ -38,6 +47,13 @@ class Factors(NamedTuple):
     finite: Bool[Array, ""]  # of the whole weight: a vijp reads the pivot's rows, a vjp all of them
 
 
+class Cokernel(NamedTuple):
+    """Of a matrix that expands: its pseudo-inverse, and a basis of what it loses."""
+
+    pivot: Factors
+    basis: Float[Array, "*batch out lost"]  # Q₂
+
+
 def factorise(
     matrix: Float[Array, "*batch in out"], structure: str | None, weight: Float[Array, "..."]
 ) -> Factors:
@@ -47,7 +63,6 @@ def factorise(
     off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
     matrix = matrix.astype(compat.working_dtype(matrix.dtype))
     square = matrix[..., :out, :]
-    eps = jnp.finfo(matrix.dtype).eps
     if structure == "orthogonal":
         inverse = jnp.swapaxes(part.astype(matrix.dtype), -1, -2)  # a product: it stays where it is
         diagonal = jnp.ones((*matrix.shape[:-2], out), matrix.dtype)
@@ -60,11 +75,42 @@ def factorise(
     else:
         q, r = jnp.linalg.qr(matrix)
         inverse = solve_triangular(r, jnp.swapaxes(q, -1, -2))
-        diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
-        # The diagonal of R shows a loss of rank relative to the matrix's own size.
-        size = jnp.max(jnp.abs(diagonal), axis=-1, keepdims=True, initial=0)
-        diagonal = jnp.where(jnp.abs(diagonal) <= eps * matrix.shape[-2] * size, 0, diagonal)
+        diagonal = _shown_rank(r, matrix.shape[-2])
     return Factors(inverse, ~(jnp.abs(diagonal) > 0), off, jnp.all(jnp.isfinite(weight)))
+
+
+def _shown_rank(r: Any, size: int) -> Any:
+    """The diagonal of R, zero where it shows a loss of rank relative to the matrix's own size."""
+    diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
+    largest = jnp.max(jnp.abs(diagonal), axis=-1, keepdims=True, initial=0)
+    return jnp.where(jnp.abs(diagonal) <= jnp.finfo(r.dtype).eps * size * largest, 0, diagonal)
+
+
+def expand(
+    matrix: Float[Array, "*batch in out"], structure: str | None, weight: Float[Array, "..."]
+) -> Cokernel:
+    """The pseudo-inverse of a matrix [in, out], in < out, of a weight, and a basis of its cokernel."""
+    matrix = compat.gathered(matrix)
+    off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
+    matrix = matrix.astype(compat.working_dtype(matrix.dtype))
+    rows, columns = matrix.shape[-2:]
+    q, r = jnp.linalg.qr(jnp.swapaxes(matrix, -1, -2), mode="complete")
+    r = r[..., :rows, :]
+    solved = solve_triangular(r, jnp.swapaxes(q[..., :rows], -1, -2))  # R⁻¹ Q₁ᵀ
+    singular = ~(jnp.abs(_shown_rank(r, columns)) > 0)
+    finite = jnp.all(jnp.isfinite(weight))
+    return Cokernel(Factors(jnp.swapaxes(solved, -1, -2), singular, off, finite), q[..., rows:])
+
+
+def keep(factors: Cokernel, h: Float[Array, "*batch out"], precision: Any) -> Any:
+    """f = h' Q₂ [..., lost], in the dtype of h'."""
+    return jnp.matmul(h.astype(factors.basis.dtype), factors.basis, precision=precision).astype(h.dtype)
+
+
+def kept_part(factors: Cokernel, f: Float[Array, "*batch lost"], precision: Any) -> Any:
+    """f Q₂ᵀ [..., out], the part of h' that was kept."""
+    basis = jnp.swapaxes(factors.basis, -1, -2)
+    return jnp.matmul(f.astype(basis.dtype), basis, precision=precision)
 
 
 def apply(
@@ -94,16 +140,16 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
     if matrix is None:
         return Gain(1.0, mixes=False, assumed=True) if structure == "diagonal" else Gain.unknown()
     matrix = matrix.astype(compat.working_dtype(matrix.dtype))
-    out = matrix.shape[-1]
+    rows, out = matrix.shape[-2:]
     if structure == "diagonal":
         d = jnp.diagonal(matrix[..., :out, :], axis1=-2, axis2=-1)
         factor = jnp.sqrt(jnp.mean(d**2, -1) * jnp.mean(d**-2.0, -1))
         return Gain(float(jnp.max(factor)), mixes=False)
     if structure in ("lower", "upper"):
         matrix = matrix[..., :out, :]
-    inverse = factorise(matrix, structure, matrix).inverse
-    norms = [jnp.sqrt(jnp.sum(m**2, (-2, -1))) for m in (matrix, inverse)]
-    return Gain(float(jnp.max(norms[0] * norms[1])) / out, mixes=True)
+    solver = expand(matrix, None, matrix).pivot if rows < out else factorise(matrix, structure, matrix)
+    norms = [jnp.sqrt(jnp.sum(m**2, (-2, -1))) for m in (matrix, solver.inverse)]
+    return Gain(float(jnp.max(norms[0] * norms[1])) / min(rows, out), mixes=True)
 
 
 def alarms(factors: Factors, structure: str | None, dtype: Any, what: str) -> list[Alarm]:

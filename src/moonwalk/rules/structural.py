@@ -6,14 +6,17 @@ Such a Jacobian selects: J has one 1 per row and at most one per column, so J J�
 
 the vijp **is** the jvp, and its gain is 1. `reshape`, `transpose`, `slice`, `sort`, a pair of strided
 slices, a concatenation of independent parts are all of this kind. What repeats entries (a circular
-pad, a tile) or makes them from nothing (a zero pad) is not submersive.
+pad, a tile) or makes them from nothing (a zero pad) is not submersive. A walk goes through it with a
+fragment: h' of what is made from nothing, and of all copies of an entry but one, whose h' is what they
+leave of h.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +24,7 @@ from jax import lax
 
 from .. import compat
 from ..compat import JaxprEqn, Literal
+from ..fragments import Fragmental, Place
 from ..graph import Block
 from ..partition import MOVING
 from ..registry import (
@@ -120,6 +124,11 @@ class Broadcast(Selection):
         )
 
 
+def _padding(block: Block) -> tuple[tuple[int, ...], ...]:
+    """(low, high, interior) of each axis."""
+    return tuple(tuple(int(n) for n in axis) for axis in block.eqn.params["padding_config"])
+
+
 @register_vijp(lax.pad_p)
 class Pad(Selection):
     """Negative padding crops; positive padding makes entries from nothing."""
@@ -127,17 +136,80 @@ class Pad(Selection):
     name = "pad"
 
     def verdict(self, block: Block) -> Verdict:
-        config = block.eqn.params["padding_config"]
+        config = _padding(block)
         if len(block.inputs) > 1 or block.eqn.invars[1] in block.inputs:
             return Verdict(None, "the padding value depends on the state", _KEEP)
         if all(low <= 0 and high <= 0 and interior == 0 for low, high, interior in config):
             return Verdict(True, "crops")
         return Verdict(
             False,
-            f"padding {tuple(tuple(c) for c in config)} adds entries that do not depend on the input: "
-            "their cotangents are lost",
+            f"padding {config} adds entries that do not depend on the input: their cotangents are lost",
             "give the padding to the convolution itself, which may be submersive with it",
         )
+
+    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+        spread = any(interior for *_, interior in _padding(block))
+        if self.verdict(block).submersive is False and not spread:
+            yield Border()
+
+
+@dataclass(frozen=True)
+class Border(Fragmental):
+    """A pad (a shift is one, too): keeps h' on what it adds.
+
+    Along an axis of n entries, y[j] = x[j - low] for the j from `start` to `stop` where there is such an
+    entry. The border is cut into strips, a low and a high one per axis; of each, the axes before are
+    cropped to start…stop, so that no corner is in two of them.
+    """
+
+    name = "border"
+
+    def describe(self, block: Block) -> str:
+        added = tuple((low, high) for low, high, _ in _padding(block))
+        return f"pads by {added}: the border leaves no trace"
+
+    def _spans(self, block: Block) -> list[tuple[int, int]]:
+        """(start, stop) of what comes from the input, along each axis of the output."""
+        sizes = zip(
+            block.inputs[0].aval.shape, block.outputs[0].aval.shape, _padding(block), strict=True
+        )
+        return [
+            (min(max(low, 0), new), min(max(old + low, max(low, 0)), new))
+            for old, new, (low, *_) in sizes
+        ]
+
+    def fragment(self, block: Block, factors: Any, kept: Any, h: State, place: Place) -> Any:
+        (rest,), strips = h, []
+        for axis, (start, stop) in enumerate(self._spans(block)):
+            strips.append(_cut(rest, axis, 0, start, stop, rest.shape[axis]))
+            rest = lax.slice_in_dim(rest, start, stop, axis=axis)
+        return strips
+
+    def restore(
+        self, block: Block, factors: Any, kept: Any, fragment: Any, h: State, place: Place
+    ) -> State:
+        (whole,) = h
+        pairs = zip(self._spans(block), _padding(block), strict=True)
+        for axis, ((start, stop), (low, *_)) in enumerate(pairs):
+            whole = lax.slice_in_dim(whole, start - low, stop - low, axis=axis)
+        for axis, (below, above) in reversed(list(enumerate(fragment))):
+            whole = _joined([below, whole, above], axis)
+        return cast_like_outputs(block, (whole,))
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=False)
+
+
+def _cut(h: Any, axis: int, *ends: int) -> list[Any]:
+    """Slices along an axis between pairs of ends, None where there is nothing."""
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    return [lax.slice_in_dim(h, a, b, axis=axis) if a < b else None for a, b in pairs]
+
+
+def _joined(parts: Sequence[Any], axis: int) -> Any:
+    """Side by side, what there is of them."""
+    return lax.concatenate([p for p in parts if p is not None], axis)
 
 
 @register_vijp(lax.concatenate_p, *(getattr(lax, n) for n in ("stack_p",) if hasattr(lax, n)))
@@ -159,6 +231,9 @@ class Concatenation(Selection):
                 "return the parts separately, or " + _KEEP,
             )
         return Verdict(True, "joins independent parts")
+
+    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+        yield from _copies(block)
 
 
 @register_vijp(lax.dynamic_update_slice_p)
@@ -237,6 +312,150 @@ class SelectionRegion(Selection):
         if any(k is None for k in known):
             return Verdict(None, "its indices are not known while tracing", "use static indices")
         return _judge_indices(block, known)
+
+    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+        yield from _copies(block)
+
+
+# --- entries that are repeated, or made from nothing, along one axis ---------------------------------
+
+
+class Run(NamedTuple):
+    """Neighbours in the output that are neighbours in the input, along one axis."""
+
+    start: int
+    length: int
+    source: int  # where the first comes from; negative: from no input
+    kept: bool  # whether h' is kept here
+
+
+@dataclass(frozen=True)
+class Copies(Fragmental):
+    """Slices and concatenations along one axis, repeating entries or adding constants.
+
+    y[j] = x[t(j)], or a constant. Of the j that share a t one is free, and the others are kept, with the
+    constants:
+
+        h[i] = Σ_{j: t(j) = i} h'[j]    ⇒    h'[free j] = h[t(j)] - Σ_{kept j': t(j') = t(j)} h'[j'].
+
+    A circular pad keeps its two borders, a class token put before a sequence one position.
+    """
+
+    axis: int
+    runs: tuple[Run, ...]
+
+    name = "copies"
+
+    @property
+    def has_difference(self) -> bool:
+        return any(r.kept and r.source >= 0 for r in self.runs)
+
+    def describe(self, block: Block) -> str:
+        kinds = ["copies"] if self.has_difference else []
+        kinds += ["constants"] if any(r.source < 0 for r in self.runs) else []
+        return f"joins parts along axis {self.axis}: {' and '.join(kinds)} leave no trace of their own"
+
+    def fragment(self, block: Block, factors: Any, kept: Any, h: State, place: Place) -> Any:
+        return [self._slice(h[0], r.start, r.length) for r in self.runs if r.kept]
+
+    def restore(
+        self, block: Block, factors: Any, kept: Any, fragment: Any, h: State, place: Place
+    ) -> State:
+        rest, size = _joined(h, self.axis), sum(a.shape[self.axis] for a in h)
+        strips = iter(fragment)
+        parts = {r: next(strips) for r in self.runs if r.kept}
+        for r, strip in parts.items():
+            if r.source >= 0:
+                edges = [(0, 0, 0)] * strip.ndim
+                edges[self.axis] = (r.source, size - r.source - r.length, 0)
+                rest = rest - lax.pad(strip, np.zeros((), strip.dtype), edges)
+        for r in self.runs:
+            if not r.kept:
+                parts[r] = self._slice(rest, r.source, r.length)
+        return cast_like_outputs(block, (_joined([parts[r] for r in self.runs], self.axis),))
+
+    def _slice(self, h: Any, start: int, length: int) -> Any:
+        return lax.slice_in_dim(h, start, start + length, axis=self.axis)
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=False)
+
+
+_MOST_RUNS = 64  # each is a slice of its own
+
+
+def _copies(block: Block) -> Iterator[Copies]:
+    """How a block selects along one axis, where it does and it does not do so without loss."""
+    joins = [e for e in block.eqns if e.primitive is lax.concatenate_p]
+    if len(block.outputs) != 1 or not joins or any(v in block.inputs for v in block.outputs):
+        return
+    axis = joins[-1].params["dimension"]
+    sources = _sources_along(block, axis)
+    if sources is None or any(v.aval.size == 0 for v in (*block.inputs, *block.outputs)):
+        return
+    runs = _runs(sources)
+    if any(r.kept for r in runs) and len(runs) <= _MOST_RUNS:
+        yield Copies(axis, runs)
+
+
+def _sources_along(block: Block, axis: int) -> np.ndarray | None:
+    """t: for each place along the axis of the output its place in the inputs, side by side.
+
+    -1 for what comes from no input; None where the block does anything but move entries along that axis.
+    """
+    known: dict[Any, np.ndarray] = {}
+    first = 0
+    for v in block.inputs:
+        size = v.aval.shape[axis] if axis < v.aval.ndim else 0
+        known[v] = np.arange(first, first + size)
+        first += size
+    for eqn in block.eqns:
+        parts = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
+        if all(p is None for p in parts):
+            continue  # from operands alone
+        if eqn.primitive is lax.concatenate_p and eqn.params["dimension"] == axis:
+            found = np.concatenate(
+                [
+                    np.full(v.aval.shape[axis], -1) if p is None else p
+                    for v, p in zip(eqn.invars, parts, strict=True)
+                ]
+            )
+        elif eqn.primitive is lax.slice_p and _cuts_only(eqn, axis):
+            p = eqn.params
+            step = 1 if p["strides"] is None else p["strides"][axis]
+            found = parts[0][p["start_indices"][axis] : p["limit_indices"][axis] : step]  # type: ignore[index]
+        elif eqn.primitive is lax.rev_p and tuple(eqn.params["dimensions"]) == (axis,):
+            found = parts[0][::-1]  # type: ignore[index]
+        else:
+            return None
+        known[eqn.outvars[0]] = found
+    return known.get(block.outputs[0])
+
+
+def _cuts_only(eqn: JaxprEqn, axis: int) -> bool:
+    """Whether a slice leaves all other axes whole."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return all(a == axis or n == o for a, (o, n) in enumerate(zip(old, new, strict=True)))
+
+
+def _runs(sources: np.ndarray) -> tuple[Run, ...]:
+    """The output in runs; of the copies of an entry that in the longest stretch is free."""
+    constant = sources < 0
+    joins = np.where(constant[1:], constant[:-1], (np.diff(sources) == 1) & ~constant[:-1])
+    stretch = np.cumsum(np.concatenate([[0], ~joins]))
+    length = np.bincount(stretch)[stretch]
+    order = np.argsort(-length, kind="stable")
+    _, first = np.unique(sources[order], return_index=True)
+    kept = np.ones(sources.size, bool)
+    kept[order[first]] = False
+    kept |= constant
+    breaks = np.flatnonzero(~joins | (kept[1:] != kept[:-1])) + 1
+    ends = [0, *(int(b) for b in breaks), sources.size]
+    return tuple(
+        Run(start, stop - start, int(sources[start]), bool(kept[start]))
+        for start, stop in itertools.pairwise(ends)
+    )
 
 
 def _overlapping(slices: Sequence[JaxprEqn]) -> JaxprEqn | None:
