@@ -221,9 +221,10 @@ class Expanding(Fragmental):
     def describe(self, block: Block) -> str:
         plan, geometry = _parallel(block), geometry_of(block)
         lost = geometry.m_out - plan.pivots * geometry.m
+        each = f", in each of {geometry.groups} groups" if geometry.groups > 1 else ""
         return (
             f"{plan.describe()}, {structure_of(block) or 'general'}: {lost} of {geometry.m_out} "
-            "channels leave no trace" + (f", in each of {geometry.groups} groups" if geometry.groups > 1 else "")
+            f"channels leave no trace{each}"
         )
 
     def prepare(self, block: Block, operands: Sequence[Any]) -> Any:

@@ -177,9 +177,9 @@ class Factors(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What is kept of h'."""
+    """What is kept of h'. In one axis its slices are cut out of tiles, in several picked one by one."""
 
-    slices: list[Any]  # per axis, of all tiles: the first R slices (and what earlier axes left)
+    slices: list[Any]  # per axis: the first R of every span, of what earlier axes left
     leads: list[Any]  # per axis: the windows at its start
     trails: list[Any]
 
@@ -375,29 +375,49 @@ def _untiled(lines: Sequence[Line], stagger: bool, h: Any, place: Place) -> Any:
 
 def pieces_of(lines: Sequence[Line], stagger: bool, h: Any, place: Place) -> Pieces:
     """What is kept of h' [N, n'…, g, m']."""
-    d = len(lines)
-    tiles = _tiled(lines, stagger, h, place)
-    slices = []
-    for i, x in enumerate(lines):
-        slices.append(lax.slice_in_dim(tiles, 0, x.reach, axis=1 + d + i))
-        tiles = lax.slice_in_dim(tiles, x.reach, None, axis=1 + d + i)
     leads = [
         lax.slice_in_dim(h, 0, x.lead if x.keeps_lead(stagger) else 0, axis=1 + i)
         for i, x in enumerate(lines)
     ]
     trails = [lax.slice_in_dim(h, x.out - x.trail, None, axis=1 + i) for i, x in enumerate(lines)]
+    if len(lines) == 1:
+        slices = [_tiled(lines, stagger, h, place)[:, :, : lines[0].reach]]
+        return Pieces(slices, leads, trails)
+    slices = []
+    for i, x in enumerate(lines):
+        kept, rest = _kept_windows(x, _offset(x, stagger, place[i]))
+        slices.append(jnp.take(h, kept, axis=1 + i, mode="fill", fill_value=0))
+        h = jnp.take(h, rest, axis=1 + i, mode="fill", fill_value=0)
     return Pieces(slices, leads, trails)
 
 
-def _known(lines: Sequence[Line], slices: Sequence[Any]) -> Any:
-    """Tiles with what is kept, and zeros elsewhere."""
-    d = len(lines)
-    inside = [n - x.reach for x, n in zip(lines, (x.length for x in lines), strict=True)]
-    like = slices[-1]
-    tiles = jnp.zeros((*like.shape[: 1 + d], *inside, *like.shape[1 + 2 * d :]), like.dtype)
-    for i in reversed(range(d)):
-        tiles = lax.concatenate([slices[i], tiles], 1 + d + i)
-    return tiles
+def _kept_windows(x: Line, offset: Any) -> tuple[Any, Any]:
+    """Windows that are kept, and all others; where the grid's place is traced, filled up with n'."""
+
+    def are_kept(offset: Any) -> Any:
+        return (np.arange(x.out) + offset) % x.length < x.reach
+
+    if isinstance(offset, int):
+        return np.flatnonzero(are_kept(offset)), np.flatnonzero(~are_kept(offset))
+    counts = [int(are_kept(o).sum()) for o in range(x.length)]
+    mask = are_kept(offset)
+    (kept,) = jnp.nonzero(mask, size=max(counts), fill_value=x.out)
+    (rest,) = jnp.nonzero(~mask, size=x.out - min(counts), fill_value=x.out)
+    return kept, rest
+
+
+def _known(lines: Sequence[Line], stagger: bool, slices: Sequence[Any], place: Place) -> Any:
+    """h' where it was kept, and zeros elsewhere."""
+    h = jnp.zeros(())
+    for i in reversed(range(len(lines))):
+        x, kept = lines[i], slices[i]
+        at, rest = _kept_windows(x, _offset(x, stagger, place[i]))
+        whole = jnp.zeros((*kept.shape[: 1 + i], x.out, *kept.shape[2 + i :]), kept.dtype)
+        index = (slice(None),) * (1 + i)
+        if h.ndim:
+            whole = whole.at[(*index, rest)].set(h, mode="drop")
+        h = whole.at[(*index, at)].set(kept, mode="drop")
+    return h
 
 
 # --- restoring --------------------------------------------------------------------------------------
@@ -441,7 +461,8 @@ def solve(
     if len(lines) == 1:
         found = _by_loop(lines[0], factors, tiles, pieces.slices[0])
     else:
-        found = _by_wavefront(lines, factors, tiles, pieces.slices)
+        known = _known(lines, stagger, [a.astype(right.dtype) for a in pieces.slices], place)
+        found = _by_wavefront(lines, factors, tiles, _tiled(lines, stagger, known, place))
     return _with_trails(lines, _untiled(lines, stagger, found, place), pieces.trails)
 
 
@@ -525,10 +546,9 @@ def _by_loop(x: Line, factors: Factors, right: Any, kept: Any) -> Any:
     return jnp.concatenate([kept, jnp.moveaxis(found, 0, 2)], axis=2)
 
 
-def _by_wavefront(lines: Sequence[Line], factors: Factors, right: Any, slices: Sequence[Any]) -> Any:
-    """(*) in several axes: right is [N, tiles…, B…, g, m']."""
+def _by_wavefront(lines: Sequence[Line], factors: Factors, right: Any, known: Any) -> Any:
+    """(*) in several axes: right and known are [N, tiles…, B…, g, m'], known zero where it is not."""
     d = len(lines)
-    known = _known(lines, [a.astype(right.dtype) for a in slices])
     right = right - _coupled(factors.couplings, known, d)
     for i, x in enumerate(lines):
         right = lax.slice_in_dim(right, x.reach, None, axis=1 + d + i)
@@ -537,10 +557,9 @@ def _by_wavefront(lines: Sequence[Line], factors: Factors, right: Any, slices: S
     couplings = {a: factors.couplings[a] for a in plan.shifts}
     flat = right.reshape((-1, *inner))
     found = windows.eliminate(plan, flat, couplings) if couplings else flat
-    tiles = found.reshape((*outer, *inner))
-    for i in reversed(range(d)):
-        tiles = lax.concatenate([slices[i].astype(tiles.dtype), tiles], 1 + d + i)
-    return tiles
+    reaches = [(x.reach, 0) for x in lines]
+    inside = jnp.pad(found.reshape((*outer, *inner)), [*[(0, 0)] * (1 + d), *reaches, (0, 0), (0, 0)])
+    return known + inside
 
 
 def _inner_axis(x: Line) -> AxisPlan:

@@ -1,0 +1,51 @@
+"""A loss differentiated by one walk over everything, whether or not storing or recomputing keeps less."""
+
+import jax
+import numpy as np
+
+from moonwalk import engine, gradient, sources
+
+
+def walked(loss, method, *args, certify=True, gains=()):
+    """(gradients of the first argument, certificate, the walk)."""
+    call, staged, flat = _staged(loss, args)
+    made = engine.draft(staged, method, certify=certify, gains=gains)
+    walk, _ = sources.plan_walk(made.cut, 0, len(made.cut.nodes), made.options, book=made.book)
+    _, gradients, found = engine.Engine(staged, made.cut, [walk])(*flat)
+    return jax.tree.unflatten(call.tree, gradients)[0], found, walk
+
+
+def _staged(loss, args):
+    call = gradient.Call("walked", loss, 0, False, args, {})
+    staged = call.stage(())
+    return call, staged, (*call.leaves, *call.others, *staged.staged.consts)
+
+
+def measured(loss, method, *args):
+    """Gains measured on the arguments, as a plan carries them."""
+    _, staged, flat = _staged(loss, args)
+    values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
+    made = engine.draft(staged, method, certify=True, values=values)
+    whole = len(made.cut.nodes)
+    sources.plan_walk(made.cut, 0, whole, made.options, book=made.book, envs=[made.book.values])
+    return tuple(made.book.recorded.items())
+
+
+def under_jit(loss, method, *args, certify=True, gains=()):
+    """The same, compiled: (gradients, the certificate's error, the walk)."""
+    walks = []
+
+    def run(*args):
+        gradients, found, walk = walked(loss, method, *args, certify=certify, gains=gains)
+        walks.append(walk)
+        return gradients, found.error
+
+    gradients, error = jax.jit(run)(*args)
+    return gradients, float(error), walks[0]
+
+
+def difference(found, truth):
+    """‖found − truth‖ / ‖truth‖, the largest over the leaves."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
