@@ -11,14 +11,14 @@ lose of the output's is what the statistics see of it:
     h = D h' + a ∂s/∂x              D = ∂f/∂x, the statistics held fixed
     ⇒  h' = (h - a ∂s/∂x) / D
 
-a is kept exactly, so an error in h reaches h' divided by D and no more: where D depends on x through the
-statistics alone (1/σ), that is as well conditioned as can be. Where D depends on x itself, as in a softmax,
-it may be as small as it likes, and nothing is promised.
+a is kept exactly, so an error in h reaches h' divided by D and no more: where D depends on x through
+the statistics alone (1/σ), that is as well conditioned as can be. Where D depends on x itself, it may be
+as small as it likes, and nothing is promised.
 
 No normalisation is known by name. A block is *cut*: going back from its output, the first values that
-are clearly smaller than the state are the statistics; f is what lies after them, s what lies before, and all
-derivatives are JAX's own. f must lead every entry of x to one entry of y. Moves on the way (a reshape to
-groups) are followed, and values of x that meet must have come by the same moves: x + xᵀ is refused.
+are clearly smaller than the state are the statistics; f is what lies after them, s what lies before, and
+all derivatives are JAX's own. f must lead every entry of x to one entry of y. Moves on the way (into
+groups, say) are followed, and values of x that meet must have come by the same moves: x + xᵀ is refused.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Statistics(Rule):
         return find_cut(block) is not None
 
     def verdict(self, block: Block) -> Verdict:
-        # Not False: with an epsilon under its root, an RMSNorm loses almost everything of a number, not all.
+        # Not False: with an epsilon under its root, an RMSNorm loses almost all of a number, not all.
         return Verdict(None, describe(block), _KEEP)
 
     def fragmented(self, block: Block, ask: Any) -> Iterator[Any]:
@@ -121,8 +121,8 @@ class Normalisation(Fragmental):
         diagonal = block.once(_diagonal)
         if diagonal.reads_x:
             return Gain.unknown()
-        # Subtracting what the statistics saw spreads its rounding evenly over a group. How far groups differ
-        # (σ from channel to channel) no weight says.
+        # It mixes: subtracting what the statistics saw spreads rounding evenly over a group. How far
+        # groups differ (σ from channel to channel) no weight says, so its gain is assumed.
         factor = 1.0
         known = None if operands is None else diagonal.known(operands)
         if diagonal.operands and known is not None:
@@ -137,13 +137,14 @@ class Normalisation(Fragmental):
         if diagonal.reads_x or not diagonal.operands or known is None:
             return []
         d = diagonal.at_ones(known)
-        weights = ", ".join(block.name(block.operands[i]) for i in diagonal.operands)
+        named = [v for v in (block.operands[i] for i in diagonal.operands) if v in block.names]
+        weights = f" (operands: {', '.join(map(block.name, named))})" if named else ""
         return [
             Alarm(
                 jnp.asarray(~((np.abs(d) > 0) & np.isfinite(d))),
-                f"the scale of a normalisation is zero (or not finite) at some entries (operands: {weights}): "
-                "the output's cotangent leaves no trace in the input's there; keep scales away from zero, or "
-                "apply the scale after the normalisation and keep that cotangent",
+                f"the scale of a normalisation is zero (or not finite) at some entries{weights}: the "
+                "output's cotangent leaves no trace in the input's there; keep scales away from zero, "
+                "or give the normalisation none",
                 SingularError,
             )
         ]
@@ -211,7 +212,8 @@ def _find_cut(block: Block) -> Cut | None:
     real = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (x, y))
     if not real or x.aval.size != y.aval.size or any(map(compat.has_effects, block.eqns)):
         return None
-    small, after = _behind_small_values(block.eqns, x, y)
+    small = _small_values(block.eqns, x, y)
+    after = needed_for(block.eqns, [y], known=small)
     moves = _moves(after, x, y)
     if not small or moves is None or x not in active_variables(after, [x], [y]):
         return None
@@ -224,26 +226,42 @@ def _find_cut(block: Block) -> Cut | None:
     return Cut(statistics, others, tuple(before), tuple(after), moves) if statistics else None
 
 
-def _behind_small_values(
-    eqns: Sequence[JaxprEqn], x: Any, y: Any
-) -> tuple[list[Any], list[JaxprEqn]]:
-    """Back from y: (the first values of at most half x's size, the equations after them)."""
-    depends = {x}
+def _small_values(eqns: Sequence[JaxprEqn], x: Any, y: Any) -> list[Any]:
+    """Through which y depends on x: back from y, the first values of at most half x's size."""
+    makers: dict[Any, JaxprEqn] = {}  # of what depends on x
     for eqn in eqns:
-        if any(v in depends for v in _variables(eqn)):
-            depends.update(eqn.outvars)
-    small: dict[Any, None] = {}
-    wanted, after = {y}, []
-    for eqn in reversed(eqns):
-        if not any(v in wanted for v in eqn.outvars):
-            continue
-        after.append(eqn)
-        for v in _variables(eqn):
-            if v in depends and 2 * v.aval.size <= x.aval.size:
-                small[v] = None
+        if any(v is x or v in makers for v in _variables(eqn)):
+            makers.update((v, eqn) for v in eqn.outvars)
+    found: set[Any] = set()
+    pending, seen = [y] if y in makers else [], {y}
+    while pending:
+        for v in _variables(makers[pending.pop()]):
+            if v not in makers or v in seen:
+                continue
+            seen.add(v)
+            if 2 * v.aval.size <= x.aval.size:
+                found.add(_origin(v, x, makers))
             else:
-                wanted.add(v)
-    return [v for e in eqns for v in e.outvars if v in small], after[::-1]
+                pending.append(v)
+    return [v for e in eqns for v in e.outvars if v in found]
+
+
+def _origin(v: Any, x: Any, makers: dict[Any, JaxprEqn]) -> Any:
+    """What a statistic was made from, if it was copied (a mean per group, for every channel) or scaled.
+
+    The copies would be kept for nothing, and a scale belongs to D, where its zeros are seen.
+    """
+    best, scaled = v, False
+    while True:
+        eqn = makers[v]
+        before = {u for u in _variables(eqn) if u in makers}
+        others = [u for u in _variables(eqn) if u not in makers]
+        if len(before) != 1 or any(u is x for u in others):
+            return best
+        (v,) = before
+        scaled |= eqn.primitive in (lax.mul_p, lax.div_p) and any(u.aval.size > 1 for u in others)
+        if v.aval.size < best.aval.size or (scaled and v.aval.size == best.aval.size):
+            best, scaled = v, False
 
 
 def _variables(eqn: JaxprEqn) -> list[Any]:
@@ -262,7 +280,7 @@ class _Way(NamedTuple):
 
 
 def _moves(eqns: Sequence[JaxprEqn], x: Any, y: Any) -> tuple[JaxprEqn, ...] | None:
-    """The equations that take entries of x to their places in y; None where not all work entry by entry."""
+    """The equations that take entries of x to their places in y; None where one mixes entries."""
     ways = {x: _Way((), ())}
     for eqn in eqns:
         carrying = [v for v in _variables(eqn) if v in ways]
@@ -331,7 +349,9 @@ class _Diagonal(NamedTuple):
     def at_ones(self, known: dict[Any, Any]) -> np.ndarray:
         """D with ones for the statistics: what the operands make of it."""
         with compat.evaluated_now(), jax.debug_nans(False):
-            env: dict[Any, Any] = {v: jnp.ones(v.aval.shape, v.aval.dtype) for v in self.jaxpr.invars[1:]}
+            env: dict[Any, Any] = {
+                v: jnp.ones(v.aval.shape, v.aval.dtype) for v in self.jaxpr.invars[1:]
+            }
             env.update(zip(self.jaxpr.constvars, self.consts, strict=True))
             env.update((v, jnp.asarray(a)) for v, a in known.items())
             for eqn in self.eqns:
