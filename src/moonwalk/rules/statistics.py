@@ -68,7 +68,8 @@ class Statistics(Rule):
 
     def verdict(self, block: Block) -> Verdict:
         # Not False: with an epsilon under its root, an RMSNorm loses almost all of a number, not all.
-        return Verdict(None, describe(block), _KEEP)
+        lost = f"{describe(block)} of its output's cotangent, which come back added to all the others"
+        return Verdict(None, lost, _KEEP)
 
     def fragmented(self, block: Block, ask: Any) -> Iterator[Any]:
         del ask
