@@ -564,6 +564,7 @@ def _plan_scan(
         envs=book.layer_values(node, body, envs),
         prefix=key,
     )
+    walk.end = len(walk.steps)  # a layer's sweep goes on to its carry, past the last of its weights
     # The carry's cotangents are compared once a layer; a difference inside may be lost on the way there.
     walk.certify = options.certify and walk.has_difference
     leaving = [growth[v] for v in carry_out if v in growth]
