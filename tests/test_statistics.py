@@ -186,6 +186,22 @@ def test_moves_are_followed():
     assert np.abs(restored - h).max() <= 1e-12
 
 
+def test_what_carries_no_derivative_is_not_kept():
+    def fun(x):
+        mean = x.mean(-1, keepdims=True)
+        return (x - mean) * (2 + jnp.sign(mean))
+
+    ((rule, block, state, operands),) = normalisations(fun, X)
+    h = normal(*X.shape, seed=6)
+    restored, fragment, *_ = jax.jit(functools.partial(round_trip, rule, block))(state, operands, (h,))
+    assert np.abs(restored - h).max() <= 1e-12
+    assert [a.size for a in fragment] == [ROWS]
+
+
+def test_nothing_to_normalise():
+    assert not any(statistics.find_cut(b) for b, *_ in blocks(lambda x: centre((), x), X[:0]))
+
+
 SQUARE = normal(8, 8, seed=7)
 
 

@@ -68,7 +68,7 @@ class Statistics(Rule):
 
     def verdict(self, block: Block) -> Verdict:
         # Not False: with an epsilon under its root, an RMSNorm loses almost all of a number, not all.
-        lost = f"{describe(block)} of its output's cotangent, which come back added to all the others"
+        lost = f"{describe(block)} of its output's cotangent: those come back only added to the others"
         return Verdict(None, lost, _KEEP)
 
     def fragmented(self, block: Block, ask: Any) -> Iterator[Any]:
@@ -211,15 +211,15 @@ def _find_cut(block: Block) -> Cut | None:
         return None
     (x,), (y,) = block.inputs, block.outputs
     real = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (x, y))
-    if not real or x.aval.size != y.aval.size or any(map(compat.has_effects, block.eqns)):
+    same_size = x.aval.size == y.aval.size > 1
+    if not real or not same_size or any(map(compat.has_effects, block.eqns)):
         return None
     small = _small_values(block.eqns, x, y)
     after = needed_for(block.eqns, [y], known=small)
     moves = _moves(after, x, y)
     if not small or moves is None or x not in active_variables(after, [x], [y]):
         return None
-    # What a statistic is seen to depend on without a derivative (a maximum under stop_gradient) would be
-    # kept for nothing.
+    # What the statistics see through a small value without a derivative (a sign) nobody asks for.
     active = active_variables(block.eqns, [x], [y])
     statistics = tuple(v for v in small if v in active)
     others = tuple(v for v in small if v not in active)
