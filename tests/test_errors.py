@@ -44,9 +44,9 @@ REFUSALS = {
     "residual sum": (lambda x: x + jnp.tanh(x @ general(6)), X, "add", "used 2 times"),
     "layer norm": (
         lambda x: (x - x.mean(-1, keepdims=True)) / jnp.std(x, axis=-1, keepdims=True),
-        X, "div", "their cotangents add up",
+        X, "div", "loses one number for every 6 entries",
     ),
-    "softmax": (jax.nn.softmax, X, "div", "their cotangents add up"),
+    "softmax": (jax.nn.softmax, X, "div", "loses one number for every 6 entries"),
     "self-product": (lambda x: x @ x.T, normal(3, 3), "dot_general", "their cotangents add up|both factors"),
     "stride ≤ padding": (
         conv(kernel((3,), 4, 4, (1,)), 1, (1, 1)), normal(1, 9, 4), "conv_general_dilated", "stride > padding",

@@ -410,7 +410,8 @@ class _Opener:
             outside = [o for o in (*block.outputs, *block.exports) if o is not v]
             outside += [] if v in block.inputs else [v]  # the fork reads it
             cutter = self._cutter(eqns, outside)
-            for part in partition(eqns, self.active, outside):
+            # As in the trunk itself: a branch that forks and comes together again (a norm) is one block.
+            for part in _join_isometries(partition(eqns, self.active, outside), cutter):
                 self.add(part, cutter)
             return True
         return False

@@ -9,6 +9,7 @@ from . import (
     isometry,
     linear,
     pooling,
+    statistics,
     structural,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "isometry",
     "linear",
     "pooling",
+    "statistics",
     "structural",
 ]
