@@ -131,7 +131,7 @@ def plan(
         method = method.method
     check_method(method)
     call = Call("plan", fun, argnums, has_aux, args, kwargs)
-    return call.plan(method, certify=False)[1]
+    return call.plan(method, certify=False, anew=True)[1]
 
 
 def check_method(method: Any) -> None:
@@ -262,8 +262,9 @@ class Call:
 
     # -- planning --------------------------------------------------------------------------------
     def plan(
-        self, method: Method, *, certify: bool, fused: bool = False
+        self, method: Method, *, certify: bool, fused: bool = False, anew: bool = False
     ) -> tuple[Engine, Plan, engine.Staging]:
+        """`anew`: measure gains even where an earlier call has."""
         signature = self.signature()
         gains: Any = ()
         values = None
@@ -274,7 +275,7 @@ class Call:
         else:
             # Only among eager calls: what jit makes of a function must not depend on who called before.
             cache = _cache_for(self.fun) if self._is_eager() else None
-            gains = cache.get((signature, method), ()) if cache is not None else ()
+            gains = cache.get((signature, method), ()) if cache is not None and not anew else ()
         staged = self.stage(method.inputs)
         consts = staged.staged.consts
         if self._is_eager():
