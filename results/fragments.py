@@ -3,8 +3,8 @@
 Convolutions of stride one (three taps, the first of them lower triangular with a unit diagonal) and
 LeakyReLUs of slope 0.3. Beside them: `jax.value_and_grad`, and `jax.checkpoint` around every K layers.
 Memory is `memory_analysis().temp_size_in_bytes`, time the median of several runs. Errors are relative
-differences of all gradients from those of backpropagation with true float32 products, the largest over
-the parameters. Spans are walked over the whole network, whether or not a plan would find another way
+differences of gradients, the largest over the parameters: from those of backpropagation with true
+float32 products, and from those of backpropagation in the ambient precision. Spans are walked over the whole network, whether or not a plan would find another way
 cheaper; "planned" is what `moonwalk.value_and_grad` does by itself.
 """
 
@@ -145,6 +145,7 @@ def measure(
     args = (p, x, t)
     with jax.default_matmul_precision("highest"):
         truth = base.compiled(jax.grad(functools.partial(looped, every=4)), *args)(*args)
+    ambient = base.compiled(jax.grad(looped), *args)(*args)
     table: dict[str, Any] = {}
     for name, fun in ways(args, layers).items():
         if only and not any(part in name for part in only.split(";")):
@@ -155,12 +156,13 @@ def measure(
             "gib": program.memory_analysis().temp_size_in_bytes / 2**30,
             "ms": 1e3 * base.seconds(program, args, repeats),
             "error": difference(gradients, truth),
+            "from_backprop": difference(gradients, ambient),
             "certificate": float(certificate),
         }
         row = table[name]
         print(
             f"{name:44s} {row['gib']:8.3f} GiB {row['ms']:9.2f} ms  error {row['error']:.1e}"
-            f"  certificate {row['certificate']:.1e}",
+            f"  from backprop {row['from_backprop']:.1e}  certificate {row['certificate']:.1e}",
             flush=True,
         )
     return {"layers": layers, "width": width, "length": length, "batch": batch, "ways": table}

@@ -570,7 +570,7 @@ def _plan_scan(
         envs=book.layer_values(node, body, envs),
         prefix=key,
     )
-    walk.end = len(walk.steps)  # a layer is swept to its carry
+    walk.is_body, walk.end = True, len(walk.steps)  # a layer is swept to its carry
     # The carry's cotangents are compared once a layer; errors inside may be lost on the way there.
     inside = any(s.source == "fragment" for s in walk.steps)
     walk.certify = options.certify and (inside or walk.has_difference)

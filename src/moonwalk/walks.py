@@ -461,6 +461,7 @@ class Walk:
     certify: bool = False
     growth: float = 1.0  # how much relative error is predicted to grow along it, at most
     recomputed: bool = False  # Phase I keeps its start alone, and is run again before Phase II
+    is_body: bool = False  # of a scan, which compares the carry's cotangents itself
 
     def __post_init__(self) -> None:
         trained = [
@@ -478,8 +479,12 @@ class Walk:
     @property
     def sampled(self) -> list[bool]:
         """The steps whose output's cotangent is compared with Phase II's."""
+        every = not self.is_body or self.has_difference
         return [
-            self.certify and i < self.end and s.is_walked and not s.node.is_scan
+            self.certify
+            and i < self.end
+            and (s.source == "fragment" or (every and s.source == "vijp"))
+            and not s.node.is_scan
             for i, s in enumerate(self.steps)
         ]
 

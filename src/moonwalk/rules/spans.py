@@ -22,8 +22,8 @@ span that starts at t+R-p, the first R of these were kept there and are exact; s
 (B-R)/R layers, if each layer's grid lies R-p windows before the last one's. In a scan over layers the
 grid's place is a number that the loop counts.
 
-**Cost.** In one axis and for B ≤ 8, h' over a span is one product of what is kept and of h with a
-matrix made from the weights; else a loop over the B-R windows of a span.
+**Cost.** In one axis, six windows at a time are one product of the R windows before them and of h with
+a matrix made from the weights: one product for B ≤ 8. Long spans, and tiles, take a loop.
 
 **Error.** Restoring is linear, and what is kept is exact. So the growth of error over layers is measured
 by sending noise through copies of this layer, with derivatives as the activations between them have.
@@ -50,7 +50,8 @@ from . import pivot, windows
 from .kernels import Geometry, canonical, geometry_of, structure_of
 from .windows import Axis, AxisPlan
 
-PRODUCT = 8  # the longest span that is restored by one product
+PRODUCT = 6  # how many windows are restored by one product: all of a span of 8 with three taps
+_PRODUCTS = 8  # how many of these at most, before a loop takes over
 _SPANS = (
     16,
     8,
@@ -58,10 +59,6 @@ _SPANS = (
     2,
 )  # lengths to try, in units of the reach; twice the reach is stable where pivots are
 _HIGHEST = lax.Precision.HIGHEST
-
-# Plans leave a margin of 10, because products of gains were up to 12 times too small. Noise sent through
-# the layers themselves was at most 4 times too small (docs/numerics.md §9).
-_CERTAIN = 0.4
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ class Spans(Fragmental):
         kernel = kernel.astype(compat.working_dtype(kernel.dtype))
         structure = structure_of(block)
         found = float(growth(self.lines, self.stagger, structure, self.slope, kernel))
-        return Gain(max(1.0, _CERTAIN * found), mixes=True, lasting=1.0)
+        return Gain(max(1.0, found), mixes=True, lasting=1.0)
 
     def _promised(self, block: Block) -> Gain:
         """While tracing: spans of twice the reach were stable wherever the pivot was well conditioned.
@@ -450,7 +447,7 @@ def solve(
     precision: Any = _HIGHEST,
 ) -> Any:
     """h' [N, n'…, g, m'] from the rows of h and what was kept."""
-    if len(lines) == 1 and 0 < lines[0].span <= PRODUCT:
+    if len(lines) == 1 and 0 < lines[0].length - lines[0].reach <= PRODUCT * _PRODUCTS:
         return _by_product(lines[0], stagger, factors, rows, pieces, place, precision)
     right = jnp.einsum("...gi,goi->...go", rows, factors.inverse, precision=precision)
     for lead in pieces.leads:
@@ -482,21 +479,28 @@ def _by_product(
     place: Place,
     precision: Any,
 ) -> Any:
-    """(*) in one axis, unrolled: one product with a matrix made from the weights."""
+    """(*) in one axis, some windows at a time: products with a matrix made from the weights."""
     (kept,), (lead,), (trail,) = pieces
     kept = kept.astype(rows.dtype)
     if lead.size:
-        own = jnp.einsum(
-            "...go,gio->...gi", _own_rows(factors, lead, 1), factors.matrix, precision=_HIGHEST
-        )
+        own = _own_rows(factors, lead, 1)
+        own = jnp.einsum("...go,gio->...gi", own, factors.matrix, precision=_HIGHEST)
         rows = lax.concatenate([own, lax.slice_in_dim(rows, x.lead, None, axis=1)], 1)
     tiles = _tiled([x], stagger, rows, place)[:, :, x.reach :]
-    operator = _operator(x, factors)
-    known, free = jnp.split(operator, [x.reach * kept.shape[-1]], axis=1)
-    new = _flat_product(kept, known, precision) + _flat_product(tiles, free, precision)
-    new = new.reshape((*new.shape[:3], x.span - x.reach, kept.shape[-1]))
-    tiles = lax.concatenate([kept, jnp.moveaxis(new, 2, 3)], 2)
-    return _with_trails([x], _untiled([x], stagger, tiles, place), [trail])
+    g, m_out, m = factors.inverse.shape
+    count = tiles.shape[2]
+    each = -(-count // -(-count // PRODUCT))
+    known, free = jnp.split(_operator(x, factors, each), [x.reach * m_out], axis=1)
+    found = kept
+    for first in range(0, count, each):
+        size = min(each, count - first)  # the last may be fewer: no window reads a later row
+        before = found[:, :, first : first + x.reach]
+        new = _flat_product(before, known[..., : size * m_out], precision)
+        own = free[:, : size * m, : size * m_out]
+        new = new + _flat_product(tiles[:, :, first : first + size], own, precision)
+        new = jnp.moveaxis(new.reshape((*new.shape[:2], g, size, m_out)), 2, 3)
+        found = lax.concatenate([found, new], 2)
+    return _with_trails([x], _untiled([x], stagger, found, place), [trail])
 
 
 def _flat_product(tiles: Any, matrix: Any, precision: Any) -> Any:
@@ -508,11 +512,11 @@ def _flat_product(tiles: Any, matrix: Any, precision: Any) -> Any:
     return jnp.einsum("nsgi,gio->nsgo", flat, matrix, precision=precision)
 
 
-def _operator(x: Line, factors: Factors) -> Any:
-    """What takes the R windows kept and the B-R rows of h to the B-R windows restored: [g, in, out]."""
+def _operator(x: Line, factors: Factors, count: int) -> Any:
+    """What takes R windows, and the rows of h of as many as follow, to these: [g, in, out]."""
     g, m_out, m = factors.inverse.shape
-    dtype, windows_out = factors.inverse.dtype, x.span - x.reach
-    kept, size = x.reach * m_out, x.reach * m_out + windows_out * m
+    dtype = factors.inverse.dtype
+    kept, size = x.reach * m_out, x.reach * m_out + count * m
 
     def placed(matrix: Any, row: int) -> Any:
         return jnp.zeros((g, size, m_out), dtype).at[:, row : row + matrix.shape[1]].set(matrix)
@@ -520,7 +524,7 @@ def _operator(x: Line, factors: Factors) -> Any:
     unit = jnp.broadcast_to(jnp.eye(m_out, dtype=dtype), (g, m_out, m_out))
     found = [placed(unit, t * m_out) for t in range(x.reach)]
     inverse = jnp.swapaxes(factors.inverse, -1, -2)
-    for t in range(windows_out):
+    for t in range(count):
         new = placed(inverse, kept + t * m)
         for (shift,), coupling in factors.couplings.items():
             earlier = found[x.reach + t - shift]
@@ -581,7 +585,7 @@ def growth(
     Cotangents and noise are taken as white: a layer makes h of h' larger by `signal`, so noise of unit
     relative size in h is noise of size `signal` × that of K and the T_a in h'.
     """
-    lines = tuple(x.shortened(min(x.out, 4 * x.length, 4 * PRODUCT * x.reach or 8)) for x in lines)
+    lines = tuple(x.shortened(min(x.out, 4 * x.length, 32 * x.reach or 8)) for x in lines)
     factors = factorise(lines, kernel, structure, kernel)
     g, m_out, m = factors.inverse.shape
     shape = (2, *(x.out for x in lines), g)
