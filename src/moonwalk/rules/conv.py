@@ -27,7 +27,7 @@ from jax import lax
 from ..fragments import Ask, Fragmental
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
-from . import pivot, spans, windows
+from . import pivot, separators, spans, windows
 from .kernels import Geometry, canonical, geometry_of, like_weight, structure_of, unsuited
 from .windows import Plan
 
@@ -157,7 +157,10 @@ class Convolution(Rule):
 
     def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
         if unsuited(block) is None:
+            # Those that keep least first, counting the anchors that gains ask for.
+            yield from separators.ways(block, ask)
             yield from spans.ways(block, ask)
+            yield from separators.short_ways(block, ask)
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         return self.alarms(block, self.prepare(block, operands), None)
