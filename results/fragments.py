@@ -4,8 +4,9 @@ Convolutions of stride one (three taps, the first of them lower triangular with 
 LeakyReLUs of slope 0.3. Beside them: `jax.value_and_grad`, and `jax.checkpoint` around every K layers.
 Memory is `memory_analysis().temp_size_in_bytes`, time the median of several runs. Errors are relative
 differences of gradients, the largest over the parameters: from those of backpropagation with true
-float32 products, and from those of backpropagation in the ambient precision. Spans are walked over the whole network, whether or not a plan would find another way
-cheaper; "planned" is what `moonwalk.value_and_grad` does by itself.
+float32 products, and from those of backpropagation in the ambient precision. Spans are walked over the
+whole network, whether or not a plan would find another way cheaper; "planned" is what
+`moonwalk.value_and_grad` does by itself.
 """
 
 from __future__ import annotations

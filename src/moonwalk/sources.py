@@ -57,7 +57,8 @@ class Growth:
         if gain.lasting is None:
             if self.counted and not gain.mixes:
                 return self
-            base = self.base * gain.factor if gain.mixes else self.base
+            lasts = gain.mixes or (self.faded > 0 and not self.counted)
+            base = self.base * gain.factor if lasts else self.base
             return Growth(self.product * gain.factor, self.mixes or gain.mixes, base, self.faded)
         # Its factor is that of a long run of such blocks, with the diagonal ones between them.
         base = (self.base if self.faded or not self.mixes else self.product) * gain.lasting
@@ -281,7 +282,7 @@ class _Sources:
         if scheme.asked and not gain.factor <= self.options.limit:
             self.measured.add(i)
             return TRUSTED
-        if gain.factor > self.options.limit:
+        if gain.factor > self.options.limit or not math.isfinite(gain.factor):
             return None
         if measured:
             self.measured.add(i)

@@ -32,7 +32,7 @@ from .. import compat
 from ..fragments import Ask, Fragmental, Place
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
-from . import pivot, spans, windows
+from . import pivot, separators, spans, windows
 from .kernels import Geometry, canonical, geometry_of, like_weight, structure_of, unsuited
 from .windows import Plan
 
@@ -153,8 +153,14 @@ class Convolution(Rule):
 
     def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
         if unsuited(block) is None:
+<<<<<<< HEAD
             yield from _expanding(block)
+=======
+            # Those that keep least first, counting the anchors that gains ask for.
+            yield from separators.ways(block, ask)
+>>>>>>> d7b890e18957167910e607179806b5686066e792
             yield from spans.ways(block, ask)
+            yield from separators.short_ways(block, ask)
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         return self.alarms(block, self.prepare(block, operands), None)
