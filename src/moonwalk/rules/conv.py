@@ -153,12 +153,9 @@ class Convolution(Rule):
 
     def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
         if unsuited(block) is None:
-<<<<<<< HEAD
             yield from _expanding(block)
-=======
             # Those that keep least first, counting the anchors that gains ask for.
             yield from separators.ways(block, ask)
->>>>>>> d7b890e18957167910e607179806b5686066e792
             yield from spans.ways(block, ask)
             yield from separators.short_ways(block, ask)
 
