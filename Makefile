@@ -16,7 +16,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants clean
+.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -77,6 +77,10 @@ bench-engine: venv ## Measure the engine beside backpropagation and checkpointin
 bench-variants: venv ## Measure checkpoint=, PureForward and fused_update
 	@mkdir -p build
 	$(BIN)/python results/variants.py --out build/variants.json
+
+bench-fragments: venv ## Measure fragments of cotangents on the paper's 1D network
+	@mkdir -p build
+	$(BIN)/python results/fragments.py --out build/variants.json
 
 clean: ## Remove the environments, caches and builds
 	rm -rf .venv .venv-latest .pytest_cache .hypothesis .ruff_cache build dist

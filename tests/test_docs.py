@@ -20,7 +20,7 @@ def blocks(text, language):
 def test_the_readmes_examples(tmp_path):
     text = (ROOT / "README.md").read_text()
     code, expected = blocks(text, "python"), blocks(text, "text")
-    assert len(code) == len(expected) == 6
+    assert len(code) == len(expected) == 7
     # block after block in one namespace, as a reader would paste them
     (tmp_path / "run.py").write_text(
         f"space = {{}}\nfor block in {code!r}:\n    exec(compile(block, 'example.py', 'exec'), space)\n"

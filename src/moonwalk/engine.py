@@ -240,7 +240,8 @@ def plan(
     choice = planning.choose_segments(whole, options, costs, book)
     if plain.total <= choice.total:
         choice = plain
-    if not certify and any(isinstance(s, Walk) and s.is_estimated for s in choice.segments):
+    heeded = method.on_inexact != "ignore"
+    if not certify and heeded and any(isinstance(s, Walk) and s.is_estimated for s in choice.segments):
         # Measured gains drift with the weights, differences may cancel: such a walk carries its check.
         options.certify = True
         choice = planning.choose_segments(whole, options, costs, book)
