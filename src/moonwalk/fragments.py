@@ -64,6 +64,9 @@ class Fragmental(Rule):
     """A rule that needs a fragment. Its instances belong to one block, and are compared by value."""
 
     reads_factors: ClassVar[bool] = False  # whether `fragment` needs what `prepare` makes
+    blind: ClassVar[bool] = (
+        True  # whether it may be taken where nothing is known of its gain, on request
+    )
     asked: bool = False  # whether the user asked for just this, however exact it is
 
     @property

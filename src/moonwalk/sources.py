@@ -261,19 +261,25 @@ class _Sources:
             return
         block = restricted(node.block, self.through[i])
         whole = nbytes(*(v.aval for v in block.outputs))
+        unbounded: Fragmental | None = None
         for scheme in fragments.ways(block, Ask(self.options.wish, self._slope(i))):
             if scheme.reads_factors and not all(v in self.cut.fixed for v in block.operands):
                 continue
-            gain = self._fragment_gain(i, scheme, block)
-            if gain is None:
+            if self._fragment_bytes(i, scheme) >= whole:
                 continue
-            step = BlockStep(
-                replace(node, rule=scheme), self.cut, "fragment", self.through[i], gain=gain
-            )
-            step.looped = bool(self.place[0])
-            if step.fragment_bytes < whole:
+            gain = self._fragment_gain(i, scheme, block)
+            if gain is not None:
                 self.schemes[i] = scheme, gain
                 return
+            unbounded = scheme if scheme.blind else unbounded
+        if unbounded is not None and math.isinf(self.options.limit):  # the most that could be kept
+            self.schemes[i] = unbounded, Gain.unknown()
+
+    def _fragment_bytes(self, i: int, scheme: Fragmental) -> int:
+        node = replace(self.nodes[i], rule=scheme)
+        step = BlockStep(node, self.cut, "fragment", self.through[i])
+        step.looped = bool(self.place[0])
+        return step.fragment_bytes
 
     def _fragment_gain(self, i: int, scheme: Fragmental, block: Any) -> Gain | None:
         """Its gain, where that is within the limit, or where the user takes it on trust."""

@@ -84,7 +84,8 @@ class Convolution(Rule):
     name = "convolution"
 
     def verdict(self, block: Block) -> Verdict:
-        if refusal := unsuited(block):
+        refusal = unsuited(block)
+        if refusal is not None:
             return refusal
         plan = _plan(block)
         if isinstance(plan, Verdict):

@@ -171,6 +171,7 @@ class Separators(Fragmental):
     """The first block of every span, or nothing, and (*) for the others."""
 
     name = "separators"
+    blind = False  # without a dominant centre it is worth nothing
     times: int  # blocks in a span; 0: no spans
     budget: float = _HALF  # the share of cotangents that it may cost, anchors included
     slope: float = 1.0
