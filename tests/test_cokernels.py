@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow
 from networks import conv
 from test_engine import arrays, compare, error
 from weights import diagonal, general, kernel, lower, normal, orthogonal, upper
@@ -287,7 +288,7 @@ FIRST = orthogonal(12, seed=20)
 
 @pytest.mark.parametrize(
     ("name", "scanned"),
-    [("dense", True), ("dense", False), ("pad", False), ("shift", True), ("wrap", True)],
+    [("dense", True), slow("dense", False), slow("pad", False), ("shift", True), ("wrap", True)],
 )
 def test_networks(name, scanned):
     layer, params, share, why = NETS[name]
@@ -326,6 +327,7 @@ def test_declared_weights_need_none():
     compare_all(loss, *args, method=mw.Moonwalk())
 
 
+@pytest.mark.slow
 def test_groups_in_a_network():
     def layer(x, p):
         x = conv(x, p[0], padding=(0, 0), groups=2)  # 2 × [8 -> 10]

@@ -6,6 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import slow
 
 import moonwalk as mw
 
@@ -56,7 +57,7 @@ def test_the_unet_keeps_half_of_checkpointing():
     assert abs(found["predicted_mib"] / found["moonwalk_mib"] - 1) <= 0.25
 
 
-@pytest.mark.parametrize("name", ["relu", "residual", "tanh", "transformer"])
+@pytest.mark.parametrize("name", ["relu", slow("residual"), "tanh", slow("transformer")])
 def test_networks_that_cannot_be_walked_cost_no_more_than_checkpointing(name):
     found = bench.plain(name, timed=False)
     best = min(found["mib"]["backprop"], found["mib"]["checkpoint"])
@@ -86,7 +87,7 @@ def anchored_scan(ws, x, t):
 
 @pytest.mark.parametrize(
     ("loss", "loop", "layers"),
-    [(relu_layers, True, 96), (residual_layers, True, 48), (anchored_scan, False, 96)],
+    [slow(relu_layers, True, 96), slow(residual_layers, True, 48), (anchored_scan, False, 96)],
 )
 def test_peaks_are_predicted_where_much_is_kept(loss, loop, layers):
     """Eight activations kept, or more: within 25 %."""

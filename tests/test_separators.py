@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow
 from weights import normal
 
 import moonwalk as mw
@@ -272,7 +273,7 @@ def differentiated(kind, depth, k, m, scale, n, dtype=np.float64):
     return plan, found, jax.jit(jax.value_and_grad(loss))(*wide)
 
 
-@pytest.mark.parametrize(("kind", "k", "n"), [("loop", 3, 21), ("scan", 5, 25)])
+@pytest.mark.parametrize(("kind", "k", "n"), [slow("loop", 3, 21), ("scan", 5, 25)])
 def test_a_plan_handed_to_jit_walks_without_fragments(kind, k, n):
     plan, found, expected = differentiated(kind, 3, k, 4, 0.2, n)
     rows = fragments_of(plan)
@@ -286,6 +287,7 @@ def test_a_plan_handed_to_jit_walks_without_fragments(kind, k, n):
     assert relative(found, expected) < 1e-9
 
 
+@pytest.mark.slow
 def test_separators_where_the_whole_axis_is_too_much():
     """One mode in eight grows by a tenth a window, which spans of 16 bear."""
     ws = jnp.stack([dominant(3, 8, 0.05, seed=i).at[0, 0, 0].set(1.1) for i in range(3)])
@@ -298,6 +300,7 @@ def test_separators_where_the_whole_axis_is_too_much():
     assert relative(found, jax.jit(jax.value_and_grad(loss))(ws, x)) < 1e-9
 
 
+@pytest.mark.slow
 def test_float32_over_many_layers():
     """|x| and 16 layers: as exact as backpropagation."""
     plan, found, expected = differentiated("scan", 16, 3, 8, 0.1, 24, np.float32)

@@ -129,8 +129,13 @@ def case(
     return fun, x, w, dilation * (k - 1)
 
 
-@pytest.mark.parametrize("stagger", [True, False], ids=["staggered", "aligned"])
-@pytest.mark.parametrize("name", CASES)
+ALIGNED = {"k=3", "k=5, p=2", "2D, k=3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "stagger"),
+    [*((n, True) for n in CASES), *((n, False) if n in ALIGNED else slow(n, False) for n in CASES)],
+)
 def test_what_is_kept_restores_the_rest(name, stagger):
     fun, x, w, reach = case(**CASES[name])
     spans = (reach + 1, 32) if x.ndim == 3 else (reach + 2,)
@@ -198,8 +203,13 @@ def fragments_in(walk):
     return [s for s in steps if s.source == "fragment"]
 
 
-@pytest.mark.parametrize("loss", [looped, scanned])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        *((name, scanned) for name in NETWORKS),
+        *((n, looped) if n in ("k=5, p=1", "causal", "2D") else slow(n, looped) for n in NETWORKS),
+    ],
+)
 def test_networks(name, loss):
     k, padding, n, dims, span = NETWORKS[name]
     ws, x = layers(k, 3, dims=dims, scale=0.3), normal(2, *(n,) * dims, 4)
@@ -288,7 +298,7 @@ def random_network(seed):
     return ws, normal(2, 96, 16, seed=seed, dtype=np.float32), slope
 
 
-@pytest.mark.parametrize("seed", [s if s in (0, 9, 35) else slow(s) for s in range(50)])
+@pytest.mark.parametrize("seed", [s if s in (0, 35) else slow(s) for s in range(50)])
 def test_the_automatic_choice(seed):
     ws, x, slope = random_network(seed)
     fun = functools.partial(scanned, padding=(1, 1), slope=slope)
@@ -318,7 +328,7 @@ def test_while_tracing_a_declared_pivot_takes_twice_the_reach():
 
 def test_an_unstable_causal_layer_takes_fragments():
     """One tap touches each window's own row, but the recursion along the whole axis explodes."""
-    ws, x = layers(3, 3, m=8, scale=1.0), normal(2, 200, 8)
+    ws, x = layers(3, 2, m=8, scale=1.0), normal(2, 200, 8)
     fun = functools.partial(looped, padding=(0, 2))
     gains = measured(fun, mw.Moonwalk(), ws, x)
     found, certificate, walk = under_jit(fun, mw.Moonwalk(), ws, x, gains=gains)
@@ -332,6 +342,7 @@ def test_an_unstable_causal_layer_takes_fragments():
     assert any(s.source == "vijp" and s.node.is_heavy for s in walk.steps)
 
 
+@pytest.mark.slow
 def test_training_for_500_steps():
     """Weights drift, the certificate notices, the plan is made anew: gradients stay within tolerance."""
     teacher = layers(3, 8, m=8, scale=1.5, dtype=np.float32)
@@ -470,8 +481,8 @@ def test_a_scheme_that_is_not_exact_enough():
     ws = layers(3, 12, m=8, scale=1.5, dtype=np.float32)
     x = normal(2, 256, 8, dtype=np.float32)
     fun = functools.partial(scanned, padding=(1, 1), slope=0.1)
-    with pytest.raises(mw.InexactError, match="certificate exceeds the tolerance"):
-        mw.value_and_grad(fun, method=mw.Moonwalk(fragment=mw.Fragment(32)))(ws, x)
+    with pytest.raises(Exception, match="certificate exceeds the tolerance"):
+        jax.jit(mw.value_and_grad(fun, method=mw.Moonwalk(fragment=mw.Fragment(32))))(ws, x)
     method = mw.Moonwalk(fragment=mw.Fragment(32), on_inexact="nan")
     _, found = jax.jit(mw.value_and_grad(fun, method=method))(ws, x)
     assert np.isnan(found).all()

@@ -347,10 +347,8 @@ def fragment_numbers(walk):
 FAST = {
     "LayerNorm",
     "RMSNorm",
-    "GroupNorm",
     "BatchNorm, scale folded in",
     "Equinox LayerNorm",
-    "Flax LayerNorm",
     "Flax GroupNorm",
 }
 

@@ -16,12 +16,19 @@ def test_float64_eager(name):
     mw.testing.check_vijp(case.fun, *case.primals, modes=["eager"], tolerance=case.tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EAGER])
+def test_float64_vmapped(name):
+    case = CASES[name]
+    mw.testing.check_vijp(case.fun, *case.primals, modes=["vmap"], tolerance=case.tolerance)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float64(name):
-    """≤ 1e-9 in every mode."""
+    """≤ 1e-9 in every mode, for one case of every rule; for the others under `jit`."""
     case = CASES[name]
     limit = case.tolerance
-    modes = ("eager", "jit", "vmap") if name in EAGER else ("jit", "vmap")
+    modes = ("eager", "jit", "vmap") if name in EAGER else ("jit",)
     assert mw.testing.check_vijp(case.fun, *case.primals, modes=modes, tolerance=limit) <= limit
 
 
