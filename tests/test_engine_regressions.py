@@ -11,7 +11,7 @@ from jax import lax
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import planning
+from moonwalk import certificate, planning
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -334,3 +334,45 @@ def test_no_rows(is_loop):
 
     with segmented("walk"):
         check(loss, W, X[:0], certify=True)
+
+
+def test_scans_in_one_period_have_their_anchor():
+    """Error that arrives large, and would grow too far in a scan, ends before it."""
+
+    def leaky(x, w, slope):
+        x = x @ mw.declare(w, "orthogonal")
+        return jnp.where(x > 0, x, slope * x)
+
+    def loss(p, x):
+        x = leaky(x, p["first"], 0.6)
+        for between, stack in zip(p["between"], p["stacks"], strict=True):
+            x = leaky(x, between, 0.027)  # a gain of 20
+            x, _ = lax.scan(lambda x, w: (leaky(x, w, 0.45), None), x, stack)  # 4.3 in all
+        return jnp.mean(jnp.sin(x))
+
+    single = lambda a: a.astype(jnp.float32)
+    p = {
+        "first": single(orthogonal(16, seed=1)),
+        "between": [single(orthogonal(16, seed=s)) for s in range(2, 6)],
+        "stacks": [
+            single(jnp.stack([orthogonal(16, seed=10 * k + s) for s in range(5)])) for k in range(1, 5)
+        ],
+    }
+    x = normal(512, 16, dtype=np.float32)
+    plan = mw.plan(loss, p, x)
+    assert plan.walks
+    assert plan.anchors
+    found = jax.jit(mw.grad(loss))(p, x)
+    truth = jax.jit(jax.grad(loss))(p, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        assert jnp.linalg.norm(a - b) <= 1e-4 * jnp.linalg.norm(b)
+
+
+def test_samples_reach_both_ends():
+    for shape in ((2, 16, 4), (8, 64, 8), (3, 100), (7,), (2048, 2)):
+        places = np.indices(shape)
+        for axis in range(len(shape)):
+            seen = np.asarray(certificate.entries_of(jnp.asarray(places[axis])))
+            step = max(2, shape[axis] // len(np.unique(seen)) + 1)
+            assert seen.min() <= step
+            assert seen.max() >= shape[axis] - 1 - step

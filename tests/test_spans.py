@@ -486,3 +486,33 @@ def test_a_scheme_that_is_not_exact_enough():
     method = mw.Moonwalk(fragment=mw.Fragment(32), on_inexact="nan")
     _, found = jax.jit(mw.value_and_grad(fun, method=method))(ws, x)
     assert np.isnan(found).all()
+
+
+def test_fragments_asked_for_are_taken():
+    """Whatever is known of their error, and whatever the tolerance is."""
+    ws, x = layers(3, 3, scale=0.3, dtype=np.float32), normal(2, 40, 4, dtype=np.float32)
+    fun = functools.partial(scanned, padding=(1, 1))
+    asked = mw.Fragment(8)
+    for method in (mw.Moonwalk(fragment=asked, tolerance=math.inf), mw.Moonwalk(fragment=asked)):
+        _, _, walk = under_jit(fun, method, ws, x)
+        assert [s.node.rule.span for s in fragments_in(walk)] == [8]
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (ws, x))
+    _, _, walk = under_jit(fun, mw.Moonwalk(fragment=asked), *half)
+    assert fragments_in(walk)
+
+
+def test_spans_are_no_longer_than_their_axes():
+    block = block_of(lambda x, w: conv(x, w, (1, 1)), normal(1, 8, 8, 4), kernel(3, 4, dims=2))
+    assert [way.span for way in fragments.ways(block, Ask()) if way.name == "spans"] == [4]
+    (way,) = fragments.ways(block, Ask(mw.Fragment(32)))
+    assert way.span == 8
+
+
+def test_a_span_too_short_for_a_layer_that_needs_none():
+    ws = jnp.stack([kernel(9, 4, seed=s, scale=0.1) for s in range(2)])
+    fun = functools.partial(looped, padding=(0, 8))
+    method = mw.Moonwalk(fragment=mw.Fragment(4))
+    gains = measured(fun, mw.Moonwalk(), ws, normal(2, 30, 4))
+    _, _, walk = under_jit(fun, method, ws, normal(2, 30, 4), gains=gains)
+    assert not fragments_in(walk)
+    assert any(s.reason.endswith("; needs no fragment") for s in walk.steps)

@@ -60,9 +60,10 @@ def entries_of(h: Array) -> Array:
     counts = _counts(h.shape, shards)
     # Odd steps meet every place in a span of 4, 8 or 16, where fragments are exact in some places only.
     strides = [
-        max(1, n // c - (n // c % 2 == 0 and parts == 1))
+        n // c + (n // c % 2 == 0 and parts == 1)
         for n, c, parts in zip(h.shape, counts, shards, strict=True)
     ]
+    counts = [min(c, (n - 1) // s + 1) for n, c, s in zip(h.shape, counts, strides, strict=True)]
     starts = [(n - 1 - s * (c - 1)) // 2 for n, s, c in zip(h.shape, strides, counts, strict=True)]
     limits = [a + s * (c - 1) + 1 for a, s, c in zip(starts, strides, counts, strict=True)]
     return lax.slice(h, starts, limits, strides)

@@ -422,7 +422,8 @@ def _inexact_text(described: Plan, method: Moonwalk | PureForward) -> str:
         )
     return (
         f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
-        "weights have drifted from those that the plan measured, a declared structure does not hold, or "
-        "the cotangents of a fork's branches cancel; plan anew, lower anchor_every, or pass "
+        "weights have drifted from those that the plan measured, a declared structure does not hold, "
+        "the cotangents of a fork's branches cancel, or a span that fragment= asks for is too long; "
+        "plan anew, ask for shorter spans, lower anchor_every, or pass "
         "Moonwalk(on_inexact='nan' or 'ignore')"
     )

@@ -269,7 +269,8 @@ class ScanStep(Step):
             return ([layer[v] for v in self.h_ins], total), (memos, (samples, inner))
 
         carry = (h_carry, total)
-        if self.period is None or self.period >= count:
+        # A segment starts from an exact cotangent; a whole scan in one period from its anchor.
+        if self.period is None or count < min(self.period + 1, self.length):
             (h_first, total), memo = self.scan(step, carry, backward=True, length=count)
             return h_first, total, (memo, None, None)
         size, (periods, short, start, rest) = self.period, self._in_periods(count)

@@ -9,7 +9,7 @@ planned like a network, with anchors every K layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -259,21 +259,34 @@ class _Sources:
         plain = node.is_fork or node.is_aside or node.is_scan or not node.block.inputs
         if plain or not self.options.fragments or not self._is_lossy(i):
             return
-        block = restricted(node.block, self.through[i])
+        # Walks over the same nodes are planned many times.
+        ask = Ask(self.options.wish, self._slope(i))
+        key = ("fragment", node, self.through[i], ask, self.options.limit)
+        if key not in self.cut.memory:
+            self.cut.memory[key] = self._best_fragment(i, ask)
+        found = self.cut.memory[key]
+        if found is not None:
+            scheme, gain, measured = found
+            self.schemes[i] = scheme, gain
+            self.measured |= {i} if measured else set()
+
+    def _best_fragment(self, i: int, ask: Ask) -> tuple[Fragmental, Gain, bool] | None:
+        """(the way, its gain, whether that was measured or is taken on trust)."""
+        block = restricted(self.nodes[i].block, self.through[i])
         whole = nbytes(*(v.aval for v in block.outputs))
         unbounded: Fragmental | None = None
-        for scheme in fragments.ways(block, Ask(self.options.wish, self._slope(i))):
+        for scheme in fragments.ways(block, ask):
             if scheme.reads_factors and not all(v in self.cut.fixed for v in block.operands):
                 continue
             if self._fragment_bytes(i, scheme) >= whole:
                 continue
-            gain = self._fragment_gain(i, scheme, block)
+            gain, measured = self._fragment_gain(i, scheme, block)
             if gain is not None:
-                self.schemes[i] = scheme, gain
-                return
+                return scheme, gain, measured
             unbounded = scheme if scheme.blind else unbounded
         if unbounded is not None and math.isinf(self.options.limit):  # the most that could be kept
-            self.schemes[i] = unbounded, Gain.unknown()
+            return unbounded, Gain.unknown(), False
+        return None
 
     def _fragment_bytes(self, i: int, scheme: Fragmental) -> int:
         node = replace(self.nodes[i], rule=scheme)
@@ -281,18 +294,14 @@ class _Sources:
         step.looped = bool(self.place[0])
         return step.fragment_bytes
 
-    def _fragment_gain(self, i: int, scheme: Fragmental, block: Any) -> Gain | None:
+    def _fragment_gain(self, i: int, scheme: Fragmental, block: Any) -> tuple[Gain | None, bool]:
         """Its gain, where that is within the limit, or where the user takes it on trust."""
         key = (self._key(i), self.nodes[i].describe(), scheme.label)
         gain, measured = self.book.gain(key, scheme, block, self.envs)
-        if scheme.asked and not gain.factor <= self.options.limit:
-            self.measured.add(i)
-            return TRUSTED
-        if gain.factor > self.options.limit or not math.isfinite(gain.factor):
-            return None
-        if measured:
-            self.measured.add(i)
-        return gain
+        bounded = gain.factor <= self.options.limit and math.isfinite(gain.factor)
+        if scheme.asked and not bounded:
+            return replace(TRUSTED, factor=min(TRUSTED.factor, self.options.limit)), True
+        return (gain if bounded else None), measured
 
     def _slope(self, i: int) -> float:
         """Between blocks like this one derivatives lie between this and 1: see `Gain`."""
@@ -501,8 +510,7 @@ class _Sources:
     def _reason(self, i: int) -> str:
         node, source = self.nodes[i], self.source[i]
         if source == "vijp":
-            ignored = self.options.wish is not None and next(self._unneeded(i), None) is not None
-            return node.verdict.reason + ("; needs no fragment" if ignored else "")
+            return node.verdict.reason + ("; needs no fragment" if self._has_unneeded(i) else "")
         if source == "none":
             return "no weight needs its cotangent"
         if source == "given":
@@ -515,10 +523,15 @@ class _Sources:
             return str(self.scan_steps[i])
         return node.verdict.reason
 
-    def _unneeded(self, i: int) -> Iterator[Fragmental]:
-        """Fragments that the user's wish would bring to a node that needs none."""
+    def _has_unneeded(self, i: int) -> bool:
+        """Whether the user's wish would bring a fragment to a node that needs none."""
         wish = self.options.wish
-        return (s for s in fragments.ways(self.nodes[i].block, Ask(wish)) if s.asked)
+        if wish is None:
+            return False
+        try:
+            return any(s.asked for s in fragments.ways(self.nodes[i].block, Ask(wish)))
+        except ValueError:  # a span too short for it, if it needed one
+            return True
 
 
 def _too_large(factor: float) -> str:

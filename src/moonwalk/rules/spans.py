@@ -135,7 +135,7 @@ def line_of(axis: Axis, backward: bool) -> Line | None:
 def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
     """Larger spans first; of those that a user asked for, the one."""
     geometry, structure = geometry_of(block), structure_of(block)
-    if geometry.m_out > geometry.m:
+    if geometry.m_out > geometry.m or len(geometry.axes) > 3:
         return
     found = []
     for axis in geometry.axes:
@@ -156,12 +156,19 @@ def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
                 )
         yield Spans(_with_span(found, ask.wish.span), ask.wish.stagger, ask.slope, asked=True)
         return
-    for times in _SPANS if reach else (1,):
-        yield Spans(_with_span(found, times * reach), True, ask.slope)
+    # A grid that moves needs room: tiles hang over the edges.
+    room = min((x.out for x in found if x.reach), default=0) // (1 if len(found) == 1 else 2)
+    lengths = [times * reach for times in _SPANS]
+    for span in [b for b in lengths if b <= room] or lengths[-1:]:
+        yield Spans(_with_span(found, span), True, ask.slope)
 
 
 def _with_span(lines: Sequence[Line], span: int) -> tuple[Line, ...]:
-    return tuple(replace(x, span=span if x.reach else 0) for x in lines)
+    """Spans of that length, but none much longer than its axis."""
+    longest = [max(x.reach + 1, x.out) for x in lines]
+    return tuple(
+        replace(x, span=min(span, n) if x.reach else 0) for x, n in zip(lines, longest, strict=True)
+    )
 
 
 class Factors(NamedTuple):
@@ -193,7 +200,8 @@ class Spans(Fragmental):
 
     @property
     def label(self) -> str:
-        return f"spans of {self.span}, {'staggered' if self.stagger else 'aligned'}"
+        grid = "staggered" if self.stagger else "aligned"
+        return f"spans of {self.span}, {grid}, slope {self.slope:.3g}"
 
     @property
     def span(self) -> int:
@@ -332,7 +340,7 @@ def factorise(lines: Sequence[Line], kernel: Any, structure: str | None, weight:
 
 def _offset(x: Line, stagger: bool, place: Any) -> Any:
     """Where window 0 lies in the first span."""
-    if not stagger or x.length <= 1:
+    if not stagger or not x.span:
         return 0
     return place % x.length
 

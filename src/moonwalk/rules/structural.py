@@ -191,7 +191,8 @@ class Border(Fragmental):
         (whole,) = h
         pairs = zip(self._spans(block), _padding(block), strict=True)
         for axis, ((start, stop), (low, *_)) in enumerate(pairs):
-            whole = lax.slice_in_dim(whole, start - low, stop - low, axis=axis)
+            first, last = (min(max(end - low, 0), whole.shape[axis]) for end in (start, stop))
+            whole = lax.slice_in_dim(whole, first, last, axis=axis)
         for axis, (below, above) in reversed(list(enumerate(fragment))):
             whole = _joined([below, whole, above], axis)
         return cast_like_outputs(block, (whole,))
