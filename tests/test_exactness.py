@@ -135,7 +135,7 @@ def test_the_papers_layers_stay_exact_by_plan():
     assert error(jax.jit(mw.grad(loss))(*args), backprop) <= 1e-3
 
 
-@pytest.mark.parametrize(("slope", "depth"), [slow(0.3, 12), (0.2, 9)])
+@pytest.mark.parametrize(("slope", "depth"), [slow(0.3, 12), (0.2, 8)])
 def test_measured_gains_place_anchors(slope, depth):
     loss, args = triangular(slope), cast(he_stack(depth), jnp.float32)
     truth = jax.jit(jax.grad(loss))(*he_stack(depth))
@@ -171,10 +171,11 @@ def test_the_certificate_tells_the_truth(slope, depth):
     assert certificate.closure <= certificate.error
 
 
-@pytest.mark.parametrize(("slope", "depth"), [slow(0.3, 12), (0.2, 9)])
+@pytest.mark.parametrize(("slope", "depth"), [slow(0.3, 12), (0.2, 8)])
 def test_on_inexact_acts(slope, depth):
-    """A plan whose weights have drifted: measured on gentle weights, used with the paper's."""
-    loss, args = triangular(slope), cast(he_stack(depth), jnp.float32)
+    """A plan whose weights have drifted: measured on gentle weights, used with worse than the paper's."""
+    loss, (ws, *data) = triangular(slope), cast(he_stack(depth), jnp.float32)
+    args = ([w + 0.5 * jnp.tril(w, -1) for w in ws], *data)  # far beyond the tolerance, in any sample
     gentle = [jnp.eye(WIDTH, dtype=jnp.float32)] * depth
     for action in ("nan", "raise", "ignore"):
         method = mw.Moonwalk(tolerance=1e-3, on_inexact=action)
