@@ -21,9 +21,8 @@ from . import registry
 from .graph import Block
 from .registry import Rule, State, Verdict
 
-Place = tuple[
-    Any, ...
-]  # how far grids of spans have moved along each axis; numbers, or traced in a scan
+# How far grids of spans have moved along each axis: numbers, or traced in a scan.
+Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,7 @@ class Fragmental(Rule):
     """A rule that needs a fragment. Its instances belong to one block, and are compared by value."""
 
     reads_factors: ClassVar[bool] = False  # whether `fragment` needs what `prepare` makes
-    blind: ClassVar[bool] = (
-        True  # whether it may be taken where nothing is known of its gain, on request
-    )
+    blind: ClassVar[bool] = True  # whether tolerance=inf may take it though nothing bounds its gain
     asked: bool = False  # whether the user asked for just this, however exact it is
 
     @property

@@ -30,11 +30,11 @@ class Moonwalk:
         memory for one more forward pass. None: none; "auto": as many as keep least; a number of
         segments; "sqrt": as many as the root of the depth; "block": one for every layer.
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
-        the walk loses nothing (gain 1), true float32 elsewhere.
+        the walk loses nothing (in TF32: little, so that it stays within 1e-2), true float32 elsewhere.
     - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
     - `on_inexact`: what happens when a walk whose error no trace can bound (`Plan.checked`), or any walk
         with `certify=True`, turns out worse than the tolerance: "raise", "nan" (the gradients) or
-        "ignore".
+        "ignore" (and then only `certify=True` still looks).
     """
 
     tolerance: float | None = None

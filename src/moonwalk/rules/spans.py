@@ -52,12 +52,8 @@ from .windows import Axis, AxisPlan
 
 PRODUCT = 6  # how many windows are restored by one product: all of a span of 8 with three taps
 _PRODUCTS = 8  # how many of these at most, before a loop takes over
-_SPANS = (
-    16,
-    8,
-    4,
-    2,
-)  # lengths to try, in units of the reach; twice the reach is stable where pivots are
+# Lengths to try, in units of the reach; twice the reach is stable where pivots are.
+_SPANS = (16, 8, 4, 2)
 _HIGHEST = lax.Precision.HIGHEST
 
 
@@ -159,7 +155,8 @@ def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
     # A grid that moves needs room: tiles hang over the edges.
     room = min((x.out for x in found if x.reach), default=0) // (1 if len(found) == 1 else 2)
     lengths = [times * reach for times in _SPANS]
-    for span in [b for b in lengths if b <= room] or lengths[-1:]:
+    fitting = [b for b in lengths if b <= room] if reach else []  # without a reach there are edges alone
+    for span in fitting or lengths[-1:]:
         yield Spans(_with_span(found, span), True, ask.slope)
 
 
