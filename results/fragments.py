@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import moonwalk as mw
-from moonwalk import engine, gradient, sources
+from moonwalk import engine, gradient
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine as base
@@ -88,8 +88,7 @@ def walked(loss: Any, method: mw.Moonwalk, certify: bool = True) -> Any:
         call = gradient.Call("walked", loss, 0, False, args, {})
         staged = call.stage(())
         made = engine.draft(staged, method, certify=certify)
-        walk, _ = sources.plan_walk(made.cut, 0, len(made.cut.nodes), made.options, book=made.book)
-        whole = engine.Engine(staged, made.cut, [walk])
+        whole, _ = engine.whole_walk(staged, made)
         (value, *_), gradients, found = whole(*call.leaves, *call.others, *staged.staged.consts)
         return value, jax.tree.unflatten(call.tree, gradients)[0], found.error
 

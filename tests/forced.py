@@ -3,15 +3,15 @@
 import jax
 import numpy as np
 
-from moonwalk import engine, gradient, sources
+from moonwalk import engine, gradient
 
 
 def walked(loss, method, *args, certify=True, gains=()):
     """(gradients of the first argument, certificate, the walk)."""
     call, staged, flat = _staged(loss, args)
     made = engine.draft(staged, method, certify=certify, gains=gains)
-    walk, _ = sources.plan_walk(made.cut, 0, len(made.cut.nodes), made.options, book=made.book)
-    _, gradients, found = engine.Engine(staged, made.cut, [walk])(*flat)
+    whole, walk = engine.whole_walk(staged, made)
+    _, gradients, found = whole(*flat)
     return jax.tree.unflatten(call.tree, gradients)[0], found, walk
 
 
@@ -26,8 +26,7 @@ def measured(loss, method, *args):
     _, staged, flat = _staged(loss, args)
     values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
     made = engine.draft(staged, method, certify=True, values=values)
-    whole = len(made.cut.nodes)
-    sources.plan_walk(made.cut, 0, whole, made.options, book=made.book, envs=[made.book.values])
+    engine.whole_walk(staged, made)
     return tuple(made.book.recorded.items())
 
 

@@ -249,6 +249,14 @@ def plan(
     return Engine(staging, whole, choice.segments), made.describe(choice, method, signature)
 
 
+def whole_walk(staging: Staging, made: Draft) -> tuple[Engine, Walk]:
+    """One walk over everything, even where storing or recomputing keeps less: to measure walks alone."""
+    envs = None if made.book.values is None else [made.book.values]
+    cut = made.cut
+    walk, _ = sources.plan_walk(cut, 0, len(cut.nodes), made.options, book=made.book, envs=envs)
+    return Engine(staging, cut, [walk]), walk
+
+
 def heed_weights(choice: Choice, book: Book) -> None:
     """What concrete weights say against a walk is said at once."""
     if book.values is None:
