@@ -1,13 +1,13 @@
 """`custom_vijp`: a layer with a vijp of its own, the way `jax.custom_jvp` gives one a jvp.
 
-Or, where a vijp cannot be, with a fragment of its own (`fragments`).
+Or, where a vijp cannot be, with a fragment of its own (`fragments`); or with an inverse (`inversion`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class custom_vijp:
         self.nondiff_argnums = tuple(nondiff_argnums)
         self.rule: Callable[[Any, Any], Any] | MatrixFree | None = None
         self.pair: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self.inverse: Callable[..., Any] | None = None
         functools.update_wrapper(self, fun)
 
     def defvijp(self, rule: Any) -> Any:
@@ -121,8 +122,42 @@ class custom_vijp:
             raise DuplicateRuleError(f"custom_vijp: {compat.origin(self.fun)} already has a fragment")
         self.pair = fragment, restore
 
+    def definverse(self, inverse: Callable[..., Any]) -> Callable[..., Any]:
+        """For a layer that can be run backwards: its state from its output.
+
+        `inverse(y, *others) -> x` takes the arguments of the function itself, with its output in the
+        place of the state. `moonwalk.value_and_grad` then needs to keep nothing of such layers but the
+        output of the last one, and certifies that it arrives at the state it started from.
+
+        **Example:** half of an additive coupling, the layer of reversible networks:
+
+        >>> import jax, jax.numpy as jnp, moonwalk as mw
+        >>> @mw.custom_vijp
+        ... def shear(x, w):
+        ...     return x[0] + jnp.tanh(x[1] @ w), x[1]
+        >>> @shear.definverse
+        ... def unshear(y, w):
+        ...     return y[0] - jnp.tanh(y[1] @ w), y[1]
+        >>> def loss(ws, x):
+        ...     x = x, x
+        ...     for w in ws:
+        ...         x = shear(x, w)[::-1]
+        ...     return jnp.mean(x[0] ** 2)
+        >>> ws, x = [0.1 * jnp.eye(8)] * 6, jnp.ones((64, 8))
+        >>> [row.mode for row in mw.plan(loss, ws, x).rows][1:5]
+        ['invert', 'invert', 'invert', 'invert']
+        """
+        if not callable(inverse):
+            raise TypeError(
+                f"definverse takes a function inverse(y, *others), got {type(inverse).__name__}"
+            )
+        if self.inverse is not None:
+            raise DuplicateRuleError(f"custom_vijp: {compat.origin(self.fun)} already has an inverse")
+        self.inverse = inverse
+        return inverse
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rule is None and self.pair is None:
+        if self.rule is None and self.pair is None and self.inverse is None:
             raise AttributeError(
                 f"custom_vijp: no rule was set for {compat.origin(self.fun)}; decorate one with "
                 f"@{compat.origin(self.fun)}.defvijp"
@@ -135,8 +170,7 @@ class custom_vijp:
         out_trees = []
 
         def flat_fun(*flat: Any) -> Any:
-            given = iter(jax.tree.unflatten(in_tree, flat))
-            merged = [args[i] if i in self.nondiff_argnums else next(given) for i in range(len(args))]
+            merged = self._merged(args, jax.tree.unflatten(in_tree, flat))
             out, tree = jax.tree.flatten(self.fun(*merged))
             out_trees.append(tree)
             return out
@@ -176,16 +210,34 @@ class custom_vijp:
             found = self.pair[1](*static, primals, part, cotangent)  # type: ignore[index]
             return cotangents(found, "`restore`")
 
+        def inverse(y: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            rest = jax.tree.unflatten(jax.tree.structure(primals[1:]), others[: len(leaves) - state])
+            merged = self._merged(args, (jax.tree.unflatten(out_tree, y), *rest))
+            found, tree = jax.tree.flatten(self.inverse(*merged))  # type: ignore[misc]
+            expected = jax.tree.structure(primals[0])
+            if tree != expected:
+                raise TypeError(
+                    f"custom_vijp: the inverse of {compat.origin(self.fun)} must return a state with "
+                    f"the structure of the first argument, {expected}, but returned {tree}"
+                )
+            return found
+
         out = custom_vijp_p.bind(
             *leaves,
             *consts,
             call=call,
             rule=rule if callable(self.rule) else self.rule,
             pair=None if self.pair is None else Pair(fragment, restore),
+            inverse=None if self.inverse is None else inverse,
             state=state,
             label=compat.origin(self.fun),
         )
         return jax.tree.unflatten(out_tree, out)
+
+    def _merged(self, args: Sequence[Any], primals: Iterable[Any]) -> list[Any]:
+        """The arguments of a call, with other primals."""
+        given = iter(primals)
+        return [a if i in self.nondiff_argnums else next(given) for i, a in enumerate(args)]
 
     def _resolved(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Positional arguments, with keywords and defaults in their places."""
@@ -227,7 +279,9 @@ def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
     return jax.jvp(moved, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _batch(args: Any, dims: Any, *, call: Any, rule: Any, pair: Any, state: int, label: str) -> Any:
+def _batch(
+    args: Any, dims: Any, *, call: Any, rule: Any, pair: Any, inverse: Any, state: int, label: str
+) -> Any:
     axes = [None if d is compat.not_mapped else d for d in dims]
     size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
     # A state shared by a batch of operands has one cotangent, the sum over the batch: a rule written
@@ -247,11 +301,16 @@ def _batch(args: Any, dims: Any, *, call: Any, rule: Any, pair: Any, state: int,
     def restore(flat: Any, part: Any, h: Any) -> Any:
         return jax.vmap(pair.restore, in_axes=(axes, 0, axes[:state]))(list(flat), part, list(h))
 
+    def batched_inverse(y: Any, others: Any) -> Any:
+        over = jax.vmap(inverse, in_axes=(0, axes[state:]), out_axes=axes[:state], axis_size=size)
+        return over(list(y), list(others))
+
     out = custom_vijp_p.bind(
         *args,
         call=jax.vmap(call, in_axes=tuple(axes)),
         rule=batched_rule if callable(rule) else rule,
         pair=None if pair is None else Pair(fragment, restore),
+        inverse=None if inverse is None else batched_inverse,
         state=state,
         label=label,
     )
@@ -280,10 +339,14 @@ class CustomRule(Rule):
             return refusal
         rule, label = block.eqn.params["rule"], block.eqn.params["label"]
         if rule is None:
+            lacking = "it can only be inverted, as moonwalk.value_and_grad does"
+            if block.eqn.params["pair"] is not None:
+                lacking = (
+                    "it needs a fragment of its output's cotangent, which moonwalk.value_and_grad keeps"
+                )
             return Verdict(
                 False,
-                f"`{label}` has no vijp: it needs a fragment of its output's cotangent, which "
-                "moonwalk.value_and_grad keeps",
+                f"`{label}` has no vijp: {lacking}",
                 f"differentiate with moonwalk.value_and_grad, or set a rule: {label}.defvijp",
             )
         if isinstance(rule, MatrixFree):
@@ -300,6 +363,29 @@ class CustomRule(Rule):
         if isinstance(rule, MatrixFree):
             return rule.vijp(block, factors, kept, h)
         return _leaving(block, rule(kept, _arriving(block, h)), "the rule")
+
+    def inverts(self, block: Block) -> Verdict:
+        eqn, label = block.eqn, block.eqn.params["label"]
+        if eqn.params["inverse"] is None:
+            return Verdict(None, f"`{label}` has no inverse", f"set one: {label}.definverse")
+        if set(block.outputs) != set(eqn.outvars) or _misused(block) is not None:
+            return Verdict(None, f"part of the state or of the output of `{label}` is not at hand")
+        return Verdict(True, f"inverse given by the author of `{label}`")
+
+    def inverse(self, block: Block, operands: Sequence[Any], y: State) -> State:
+        eqn, given = block.eqn, dict(zip(block.outputs, y, strict=True))
+        values = dict(zip(block.operands, operands, strict=True))
+        state, others = eqn.invars[: eqn.params["state"]], eqn.invars[eqn.params["state"] :]
+        others = [v.val if isinstance(v, compat.Literal) else values[v] for v in others]
+        found = eqn.params["inverse"]([given[v] for v in eqn.outvars], others)
+        for v, a in zip(state, found, strict=True):
+            if jnp.shape(a) != v.aval.shape:
+                raise TypeError(
+                    f"custom_vijp: the inverse of `{eqn.params['label']}` must return a state of shape "
+                    f"{v.aval.shape}, but returned {jnp.shape(a)}"
+                )
+        by_variable = dict(zip(state, found, strict=True))
+        return tuple(jnp.asarray(by_variable[v], v.aval.dtype) for v in block.inputs)
 
     def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
         if block.eqn.params["pair"] is not None and _misused(block) is None:

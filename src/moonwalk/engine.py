@@ -241,8 +241,9 @@ def plan(
     if plain.total <= choice.total:
         choice = plain
     heeded = method.on_inexact != "ignore"
-    if not certify and heeded and any(isinstance(s, Walk) and s.is_estimated for s in choice.segments):
-        # Measured gains drift with the weights, differences may cancel: such a walk carries its check.
+    if not certify and heeded and any(s.is_estimated for s in choice.segments):
+        # Measured gains drift with the weights, differences may cancel, inverses round: such a segment
+        # carries its check.
         options.certify = True
         choice = planning.choose_segments(whole, options, costs, book)
     heed_weights(choice, book)

@@ -420,6 +420,13 @@ def _inexact_text(described: Plan, method: Moonwalk | PureForward) -> str:
             "those that the plan measured; leave per_example out, plan anew, or pass "
             "on_inexact='nan' or 'ignore'"
         )
+    if described.inverted and not described.walked:
+        return (
+            "value_and_grad: reversible layers were inverted, and did not arrive at the state that they "
+            f"started from to the tolerance {described.tolerance:.1e}: an inverse is not one, or "
+            "rounding grows too far in so many layers; wrap some of them in jax.checkpoint, which keeps "
+            "their state, or pass Moonwalk(on_inexact='nan' or 'ignore')"
+        )
     return (
         f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
         "weights have drifted from those that the plan measured, a declared structure does not hold, "

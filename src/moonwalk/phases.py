@@ -5,6 +5,7 @@ then, segment by segment in reverse:
   walk     Phase II  h only, keep anchors;  Phase III  sweep x and h forward, hand out g
            (with checkpoint=, Phase I once more before that: its start alone was kept)
   store, recompute   JAX's own pullback, h and g at once
+  invert   the same, each state from the one after it
 last       the weight side turns gradients of operands into gradients of parameters
 """
 
@@ -18,7 +19,7 @@ import jax
 from .ledger import Ledger
 from .planning import Segment
 from .scan_walks import ScanWalk
-from .segments import Plain
+from .segments import Stretch
 from .walks import Env, Step, Walk, as_cotangent, hold
 
 
@@ -44,7 +45,7 @@ def forward(
 
 def _start_state(segment: Segment) -> tuple[Any, ...]:
     """The activations that a walk's sweep starts from; they are kept from Phase I."""
-    if isinstance(segment, Plain | ScanWalk):
+    if isinstance(segment, Stretch | ScanWalk):
         return ()
     made = {v for s in segment.steps for v in (*s.block.outputs, *s.block.exports)}
     swept = segment.steps if segment.recomputed else segment.steps[: segment.end]
@@ -64,9 +65,11 @@ def reverse(
     for number in reversed(range(len(segments))):
         segment, (kept, start) = segments[number], saved.pop()
         with jax.named_scope(f"segment_{number}"):
-            if isinstance(segment, Plain):
+            if isinstance(segment, Stretch):
                 with jax.named_scope("phase_2"):
-                    segment.reverse(fixed, kept, h, out)
+                    own = segment.reverse(fixed, kept, h, out)
+                errors += own
+                closures += own
                 continue
             if isinstance(segment, ScanWalk):
                 own = segment.back_and_forth(fixed, kept, h, out)

@@ -3,8 +3,9 @@
 `sources` says what a walk over some nodes would keep. Here the segments are chosen: walking a node costs
 what ∂y/∂x needs and its anchor, storing it costs all its residuals, recomputing a stretch costs the
 state at its start, once, and all its residuals while it is differentiated; with `checkpoint=`, a walk
-may be recomputed likewise. A dynamic program over the nodes finds the least sum, once for each of a few
-limits on what a recomputed stretch may take.
+may be recomputed likewise; inverting a run of blocks costs the state at its end, and one block while it
+is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few limits on
+what a recomputed stretch may take.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import compat
+from . import compat, inversion
+from .inversion import Inverted
 from .methods import Moonwalk, PureForward
 from .residuals import Residual, nbytes
 from .scan_walks import ScanWalk
@@ -30,7 +32,7 @@ from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import Step, Walk
 
-Segment = Walk | Plain
+Segment = Walk | Plain | Inverted
 
 
 @dataclass
@@ -164,10 +166,11 @@ def choose_segments(
         steps = plan_walk(cut, 0, n, options, book=book, envs=envs)[0].steps
     best: Choice | None = None
     chosen: list[Piece] = []
+    reversible = _Reversible(cut) if walks else None
     for allowed in (True, False) if walks else (False,):
         walked = _Walked(steps, again=options.checkpoint == "auto") if allowed else None
-        for limit in _transients(costs, walked):
-            found = _segments(cut, costs, walked, limit)
+        for limit in _transients(costs, walked, reversible):
+            found = _segments(cut, costs, walked, reversible, limit)
             if found is None:
                 continue
             estimate, pieces = found
@@ -220,10 +223,14 @@ class _Walked:
     def __init__(self, steps: Sequence[Step], *, again: bool):
         """`again`: whether Phase I may be run again from the state at a segment's start."""
         self.steps, self.again = steps, again
-        self.once = [s.node.calls_once and not isinstance(s, ScanStep) for s in steps]
+        # A scan over the data whose layers are not walked would be run again and stored, all of it.
+        self.never = [
+            (s.node.calls_once or (s.is_stem and s.node.is_scan)) and not isinstance(s, ScanStep)
+            for s in steps
+        ]
         self.bytes: list[float] = [
-            math.inf if once else s.kept_bytes + s.memo_bytes
-            for s, once in zip(steps, self.once, strict=True)
+            math.inf if never else s.kept_bytes + s.memo_bytes
+            for s, never in zip(steps, self.never, strict=True)
         ]
         # A scan is a segment, or several, by itself.
         self.inner = [math.inf if isinstance(s, ScanStep) else b for s, b in self._pairs()]
@@ -262,7 +269,29 @@ class _Walked:
         return found
 
 
-def _transients(costs: Sequence[NodeCost], walked: _Walked | None) -> list[int]:
+class _Reversible:
+    """Runs of blocks that have an inverse."""
+
+    def __init__(self, cut: Trunk):
+        self.cut = cut
+        self.starts = inversion.runs(cut)
+
+    def __bool__(self) -> bool:
+        return any(start < stop for stop, start in enumerate(self.starts))
+
+    def run(self, stop: int) -> Inverted | None:
+        """The longest that ends there."""
+        start = self.starts[stop]
+        return Inverted(self.cut, start, stop, certify=False) if start < stop else None
+
+    def limits(self) -> set[int]:
+        found = [self.run(stop) for stop in range(len(self.starts))]
+        return {run.transient_bytes for run in found if run is not None}
+
+
+def _transients(
+    costs: Sequence[NodeCost], walked: _Walked | None, reversible: _Reversible | None
+) -> list[int]:
     """Limits to try on what a recomputed stretch may take."""
     kept = sorted({c.full for c in costs if c.full})
     total = sum(c.full for c in costs)
@@ -273,20 +302,26 @@ def _transients(costs: Sequence[NodeCost], walked: _Walked | None) -> list[int]:
         limit *= 1.5
     if walked is not None:
         limits |= walked.limits()
+    if reversible:
+        limits |= reversible.limits()
     return sorted(limits)
 
 
 class Piece(NamedTuple):
     """Consecutive nodes that become a segment."""
 
-    kind: str  # "walk", "store", "recompute", or "rewalk": a walk whose Phase I is run again
+    kind: str  # "walk", "store", "recompute", "invert", or "rewalk": a walk whose Phase I is run again
     start: int
     stop: int
     every: int = 0  # of a scan in segments: their layers
 
 
 def _segments(
-    cut: Trunk, costs: Sequence[NodeCost], walked: _Walked | None, limit: int
+    cut: Trunk,
+    costs: Sequence[NodeCost],
+    walked: _Walked | None,
+    reversible: _Reversible | None,
+    limit: int,
 ) -> tuple[float, list[Piece]] | None:
     """Dynamic program: (bytes, pieces)."""
     n = len(costs)
@@ -303,7 +338,7 @@ def _segments(
     full = [infinite if node.calls_once else c.full for c, node in zip(costs, cut.nodes, strict=True)]
     stretches = _Stretches(cut, full, live, limit)
     again = _Stretches(cut, walked.inner, live, limit) if walked is not None and walked.again else None
-    spent: dict[int, int] = {}  # what a segment of a scan takes
+    spent: dict[int, int] = {}  # what a segment of a scan takes, or a run that is inverted
     for j in range(1, n + 1):
         i = j - 1
         # store one node
@@ -323,7 +358,14 @@ def _segments(
             if scan is not None and best[i] + scan.start_bytes < best[j]:
                 best[j] = best[i] + scan.start_bytes
                 back[j] = Piece("rewalk", i, j, scan.every)
-                spent[i] = scan.kept_bytes
+                spent[j] = scan.kept_bytes
+        # invert the blocks that lead here
+        run = reversible.run(j) if reversible else None
+        if run is not None and run.transient_bytes <= limit:
+            cost = best[run.start] + run.kept_bytes
+            if cost < best[j]:
+                best[j], back[j] = cost, Piece("invert", run.start, j)
+                spent[j] = run.transient_bytes
         # recompute a stretch that ends here, or walk it after running it again
         for kind, found in (("recompute", stretches), ("rewalk", again)):
             for s in found.starts(j) if found is not None else ():
@@ -346,9 +388,10 @@ def _segments(
         else:
             merged.append(piece)
     taken = [stretches.size(p.start, p.stop) for p in merged if p.kind == "recompute"]
+    taken += [spent[p.stop] for p in merged if p.kind == "invert"]
     if again is not None:
         walks = [p for p in merged if p.kind == "rewalk"]
-        taken += [spent[p.start] if p.every else again.size(p.start, p.stop) for p in walks]
+        taken += [spent[p.stop] if p.every else again.size(p.start, p.stop) for p in walks]
     return best[n] + max(taken, default=0), merged
 
 
@@ -402,6 +445,12 @@ def _realise(
                 kept += walk.start_bytes if isinstance(walk, ScanWalk) else start
             else:
                 kept += walk.kept_bytes + start
+        elif kind == "invert":
+            run = Inverted(cut, i, j, certify=options.certify)
+            segments.append(run)
+            kept += run.kept_bytes
+            gradients = max(c.gradients for c in costs[i:j])
+            transient = max(transient, run.transient_bytes + gradients)
         else:
             periods = {k: c.period for k, c in enumerate(costs) if i <= k < j and c.period}
             plain = Plain(cut, i, j, periods)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import compat
+from .inversion import Inverted, OneBlock, OneScan
 from .methods import Moonwalk, PureForward
 from .planning import Choice, NodeCost, node_costs
 from .registry import Gain
@@ -27,7 +28,7 @@ class Row:
 
     block: str
     source: str  # the user's line
-    mode: str  # walk, fragment, anchor, fork, store, recompute
+    mode: str  # walk, fragment, anchor, fork, store, recompute, invert
     bytes: int  # kept until the block is done with
     gain: float | None  # of a block that is walked through
     why: str
@@ -62,6 +63,7 @@ class Plan:
     checked: bool  # whether its walks are certified, asked or not
     signature: tuple[tuple[str, str], ...]
     gains: tuple[tuple[Any, Gain], ...]
+    inverted: int = 0  # blocks whose input is had again from their output
     jvps: int = 0  # that a seed takes (`PureForward`)
 
     @property
@@ -123,6 +125,7 @@ def _table(plan: Plan) -> str:
         f"weight side {human(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
         f"{plan.walked} blocks walked, {plan.anchors} anchors"
         + (f", {plan.fragments} fragments" if plan.fragments else "")
+        + (f", {plan.inverted} blocks inverted" if plan.inverted else "")
         + (f"; {plan.segments} segments run again" if plan.segments else "")
         + (f"; a seed by {plan.jvps} jvps" if plan.jvps else "")
         + ("; gains measured" if plan.measured else "")
@@ -170,10 +173,13 @@ def describe(
         if isinstance(segment, Walk):
             for i, step in enumerate(segment.steps):
                 rows += _step_rows(step, costs[segment.start + i], segment)
+        elif isinstance(segment, Inverted):
+            rows += _inverted_rows(segment, costs)
         else:
             rows += _plain_rows(segment, costs)
     working = max(live_bytes(cut), default=0) + WORKING * largest_state(cut)
     walks = [s for s in choice.segments if isinstance(s, Walk)]
+    inverted = [s for s in choice.segments if isinstance(s, Inverted)]
     steps = [s for w in walks for s in _all_steps(w)]
     return Plan(
         rows=tuple(rows),
@@ -191,9 +197,10 @@ def describe(
         segments=sum(w.segments if isinstance(w, ScanWalk) else w.recomputed for w in walks),
         predicted_gain=max((w.growth for w in walks), default=1.0),
         measured=any(w.is_measured for w in walks),
-        checked=any(w.certify for w in walks),
+        checked=any(s.certify for s in (*walks, *inverted)),
         signature=signature,
         gains=gains,
+        inverted=sum(row.mode == "invert" and "scan" not in row.block.split()[:1] for row in rows),
     )
 
 
@@ -268,6 +275,32 @@ def _share(step: Step) -> str:
     """'0.8 %'."""
     share = 100 * step.memo_bytes / max(1, nbytes(*(v.aval for v in step.block.outputs)))
     return f"{share:.2g} %" if share < 10 else f"{share:.0f} %"
+
+
+def _inverted_rows(segment: Inverted, costs: Sequence[NodeCost]) -> list[Row]:
+    rows: list[Row] = []
+    for i, part in enumerate(segment.parts):
+        last = i == len(segment.parts) - 1
+        rows += _part_rows(part, costs[segment.start + i], segment.kept_bytes if last else 0)
+    return rows
+
+
+def _part_rows(
+    part: OneBlock | OneScan, cost: NodeCost, kept: int, depth: int = 0, times: int = 1
+) -> list[Row]:
+    node = part.node
+    if isinstance(part, OneBlock):
+        why = part.rule.inverts(node.block).reason
+    else:
+        why = f"{part.step.length} layers, each from the one after it"
+    row = Row(
+        node.describe(), _line(node), "invert", kept, None, why, cost.m_x, cost.m_theta, depth, times
+    )
+    if isinstance(part, OneBlock):
+        return [row]
+    inner = zip(part.layer, node_costs(part.step.body.trunk), strict=True)
+    length = part.step.length
+    return [row, *(r for p, c in inner for r in _part_rows(p, c, 0, depth + 1, length))]
 
 
 def _plain_rows(segment: Plain, costs: Sequence[NodeCost]) -> list[Row]:

@@ -152,6 +152,15 @@ class Rule:
         del block, operands
         return []
 
+    def inverts(self, block: Block) -> Verdict:
+        """Whether `inverse` serves a block: x from y, by its operands alone."""
+        del block
+        return Verdict(None, "no inverse is known")
+
+    def inverse(self, block: Block, operands: Sequence[Any], y: State) -> State:
+        """The state that the block takes to `y`."""
+        raise NotImplementedError
+
     def fragmented(self, block: Block, ask: Any) -> Iterator[Any]:
         """Ways to serve a block that keep part of the cotangent (`fragments`), smallest first."""
         del block, ask

@@ -190,6 +190,11 @@ class ScanStep(Step):
             env.update(zip(self.weight_side.wanted, made, strict=True))
         return env
 
+    def environment(self, operands: Operands, i: Any) -> Env:
+        """What all phases can read in layer i."""
+        made = self._fixed(operands.consts, operands.layer(i), take(operands.made, i))
+        return self._moved(made, operands, i)
+
     def _layer_x(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Env:
         body = self.body
         values = dict(zip(body.jaxpr.invars, (*consts, *carry, *xs), strict=True))
@@ -255,8 +260,7 @@ class ScanStep(Step):
         def step(carry: Any, place: Any, _: Any) -> Any:
             h_carry, total = carry
             i = first + place
-            xs, (made, h_layer) = operands.layer(i), take((operands.made, h_ys), i)
-            env = self._moved(self._fixed(operands.consts, xs, made), operands, i)
+            env, h_layer = self.environment(operands, i), take(h_ys, i)
             layer = dict(zip((*out_carry, *out_ys), (*h_carry, *h_layer), strict=True))
             samples = self._samples(h_carry)
             found = Ledger()

@@ -55,13 +55,43 @@ def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residu
     return trunk.memory[key]
 
 
-class Plain:
-    """Consecutive nodes [start, stop) of a trunk."""
+class Stretch:
+    """Consecutive nodes [start, stop) of a trunk, in the order in which they run."""
+
+    def __init__(self, trunk: Trunk, start: int, stop: int):
+        self.trunk, self.start, self.stop = trunk, start, stop
+        self.nodes = trunk.nodes[start:stop]
+        self.last: dict[Any, int] = {}
+        for i, node in enumerate(self.nodes):
+            self.last.update((v, i) for v in (*node.block.inputs, *node.block.operands))
+
+    def run(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> None:
+        """Forward, keeping nothing: reads and writes `x`. `again`: another pass prints."""
+        for i, node in enumerate(self.nodes):
+            if again and node.is_silent:
+                continue
+            values = [graph_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
+            split = len(node.block.inputs)
+            made = (*node.block.outputs, *node.block.exports)
+            x.update(zip(made, node.block.values(made, values[:split], values[split:]), strict=True))
+            self.drop(x, i, retain)
+
+    def drop(self, x: Env, i: int, retain: frozenset[Any]) -> None:
+        """Forget what node i was the last to read."""
+        after = self.trunk.last_read
+        for v in (*self.nodes[i].block.inputs, *self.nodes[i].block.operands):
+            if v in x and v not in retain and self.last[v] == i and after.get(v, -1) < self.stop:
+                del x[v]
+
+
+class Plain(Stretch):
+    """Nodes that are stored or recomputed."""
+
+    is_estimated = False  # it is what JAX does
 
     def __init__(self, trunk: Trunk, start: int, stop: int, periods: dict[int, int] | None = None):
         """`periods`: of scans that are run as scans of checkpointed scans, by node."""
-        self.trunk, self.start, self.stop = trunk, start, stop
-        self.nodes = trunk.nodes[start:stop]
+        super().__init__(trunk, start, stop)
         periods = periods or {}
         self.residuals = [
             None if n.is_aside or n.is_fork else full_residual(n, trunk, periods.get(start + i))
@@ -75,9 +105,6 @@ class Plain:
         once = any(n.calls_once for n in self.nodes)
         asked = any(n.checkpointed for n in self.nodes)  # what the user checkpointed is never stored
         self.recomputed = not once and (asked or self.state_bytes < self.stored_bytes)
-        self.last: dict[Any, int] = {}
-        for i, node in enumerate(self.nodes):
-            self.last.update((v, i) for v in (*node.block.inputs, *node.block.operands))
 
     def _stored_bytes(self) -> int:
         """Of all nodes together; a state that several of them keep is kept once."""
@@ -118,19 +145,12 @@ class Plain:
         if not self.recomputed:
             return self._linearise(fixed, x, retain, again=again)
         kept = [x[v] for v in self.inputs]
-        for i, node in enumerate(self.nodes):
-            if again and node.is_silent:
-                continue
-            values = [graph_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
-            split = len(node.block.inputs)
-            made = (*node.block.outputs, *node.block.exports)
-            x.update(zip(made, node.block.values(made, values[:split], values[split:]), strict=True))
-            self._drop(x, i, retain)
+        self.run(fixed, x, retain, again=again)
         hold((x, list(x)))
         return kept
 
-    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> None:
-        """From the outputs' cotangents to the inputs', handing out gradients."""
+    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
+        """From the outputs' cotangents to the inputs', handing out gradients; no errors to sample."""
         if self.recomputed:
             x = dict(zip(self.inputs, kept, strict=True))
             # Behind a barrier with h, or XLA would merge this forward pass with the first.
@@ -157,6 +177,7 @@ class Plain:
             if node.is_heavy:
                 # Or XLA would put gradients off, and keep the activations that they need.
                 hold((h, list(block.inputs)), *out.parts(node.weights))
+        return []
 
     def _linearise(
         self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool = False
@@ -181,7 +202,7 @@ class Plain:
             x.update(zip(made, y, strict=True))
             kept.append(held)
             waiting.append(i)
-            self._drop(x, i, retain)
+            self.drop(x, i, retain)
         hold((x, list(x)), (kept, waiting))
         return kept
 
@@ -189,12 +210,6 @@ class Plain:
         """Operands that are data: what a forward pass from the very start begins with."""
         reads = dict.fromkeys(v for n in self.nodes for v in n.block.operands)
         return [v for v, k in zip(reads, self.trunk.kinds(reads), strict=True) if k == "data"]
-
-    def _drop(self, x: Env, i: int, retain: frozenset[Any]) -> None:
-        after = self.trunk.last_read
-        for v in (*self.nodes[i].block.inputs, *self.nodes[i].block.operands):
-            if v in x and v not in retain and self.last[v] == i and after.get(v, -1) < self.stop:
-                del x[v]
 
 
 def graph_value(x: Env, fixed: Env, v: Any) -> Any:

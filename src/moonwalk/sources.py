@@ -607,7 +607,7 @@ def _plan_scan(
         walk=walk,
         certify=options.certify,
     )
-    step.hoisted = _is_worth_hoisting(step)
+    step.hoisted = is_worth_hoisting(step)
     return step
 
 
@@ -633,7 +633,7 @@ def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list
     return result
 
 
-def _is_worth_hoisting(step: ScanStep) -> bool:
+def is_worth_hoisting(step: ScanStep) -> bool:
     """Whether the body's weight side is more than moving entries about, and depends on weights alone."""
     side = step.weight_side
     if side.is_trivial:

@@ -277,8 +277,11 @@ class _Sides:
         """`eqns`, after the steps on the sides that only blow their operands up.
 
         A bias, broadcast to a whole activation, is activation-sized on the weight side and so would
-        be its gradient; broadcast inside the node, both stay the size of a bias.
+        be its gradient; broadcast inside the node, both stay the size of a bias. A scan stays alone: its
+        layers are cut by themselves.
         """
+        if len(eqns) == 1 and eqns[0].primitive is lax.scan_p:
+            return list(eqns)
         added: list[JaxprEqn] = []
         pending = list(eqns)
         while pending:
