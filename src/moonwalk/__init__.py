@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
 
+from . import models as models
 from . import nn as nn
 from . import rules as _rules  # fills the registry
 from . import testing as testing

@@ -110,22 +110,46 @@ class Line:
         return replace(self, out=out, size=self.size - self.stride * (self.out - out))
 
 
-def line_of(axis: Axis, backward: bool) -> Line | None:
-    """How an axis is eliminated with the help of kept slices; None: no way is known."""
-    if axis.stride == 1:
-        high = axis.out + axis.dilation * (axis.taps - 1) - axis.low - axis.size
-        taps = tuple(range(axis.taps))
+def line_of(axis: Axis, own: AxisPlan | None, declared: bool) -> Line | None:
+    """How an axis is eliminated with the help of kept slices; None: no way is known.
+
+    `own` are the axis's own pivots, along which (*) may run in one direction: there may be fewer edges.
+    A declared structure speaks of one tap, so its line is `own`'s, if there is one.
+    """
+    size, out, stride, taps = axis.size, axis.out, axis.stride, axis.taps
+    if declared and own is not None and own.direction == 0:
+        (tap,) = own.taps
+        return Line(size, out, stride, axis.offset(tap), (tap,))
+    backward = own is not None and own.direction < 0
+    high = stride * (out - 1) + axis.dilation * (taps - 1) - axis.low - (size - 1)
+    if stride == 1:
+        order = tuple(range(taps))
         if backward:
-            return Line(axis.size, axis.out, 1, -high, taps[::-1], axis.dilation, flipped=True)
-        return Line(axis.size, axis.out, 1, -axis.low, taps, axis.dilation)
+            return Line(size, out, 1, -high, order[::-1], axis.dilation, flipped=True)
+        return Line(size, out, 1, -axis.low, order, axis.dilation)
     if axis.dilation != 1:
         return None
-    residues = range(min(axis.stride, axis.taps))
-    lines = [
-        Line(axis.size, axis.out, axis.stride, c - axis.low, tuple(range(c, axis.taps, axis.stride)))
-        for c in residues
-    ]
+    if declared and own is not None:
+        (tap,) = own.taps
+        if backward:
+            order = tuple(range(tap, -1, -stride))
+            return Line(size, out, stride, taps - 1 - tap - high, order, flipped=True)
+        return Line(size, out, stride, tap - axis.low, tuple(range(tap, taps, stride)))
+    residues = range(min(stride, taps))
+    lines = [Line(size, out, stride, c - axis.low, tuple(range(c, taps, stride))) for c in residues]
     return min(lines, key=lambda x: (x.reach, x.lead + x.trail))
+
+
+def declared_tap(axis: Axis) -> int | None:
+    """The tap along an axis that a declared structure speaks of; None: no rule reads one.
+
+    That of the elimination where there is one, and of spans elsewhere. Layers put their structure here.
+    """
+    own = windows.plan_axis(axis, single=True)
+    if own is not None:
+        return own.taps[0]
+    line = line_of(axis, None, declared=True)
+    return None if line is None else line.taps[0]
 
 
 def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
@@ -136,8 +160,7 @@ def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
     found = []
     for axis in geometry.axes:
         own = windows.plan_axis(axis, single=structure is not None)
-        # Where (*) may run along the whole axis, in that direction: there may be fewer edges.
-        line = line_of(axis, backward=own is not None and own.direction < 0)
+        line = line_of(axis, own, declared=structure is not None)
         if line is None:
             return
         found.append(line)
