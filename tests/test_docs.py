@@ -17,10 +17,14 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_readmes_examples(tmp_path):
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "count"),
+    [("README.md", 7), pytest.param("docs/transformer.md", 2, marks=pytest.mark.slow)],
+)
+def test_the_examples_of_a_page(tmp_path, page, count):
+    text = (ROOT / page).read_text()
     code, expected = blocks(text, "python"), blocks(text, "text")
-    assert len(code) == len(expected) == 7
+    assert len(code) == len(expected) == count
     # block after block in one namespace, as a reader would paste them
     (tmp_path / "run.py").write_text(
         f"space = {{}}\nfor block in {code!r}:\n    exec(compile(block, 'example.py', 'exec'), space)\n"

@@ -70,6 +70,13 @@ def pairs(params, stem, x):
     return jnp.mean(x[0] ** 3 + x[1])
 
 
+def both_streams(params, stem, x):
+    """One state starts both carries."""
+    x = jnp.sin(x @ stem[:, :WIDTH])
+    x, _ = jax.lax.scan(lambda x, p: (eqx.combine(p, STATIC)(x), None), (x, x), params)
+    return jnp.mean(x[0] ** 3 + x[1])
+
+
 def mapped(params, stem, x):
     def one(x):
         x = jnp.sin(x @ stem)
@@ -112,7 +119,7 @@ def nested(params, stem, x):
 
 
 NETWORKS = [
-    scanned, scanned_backwards, looped, pairs, mapped, from_data, with_closures, with_keys, nested,
+    scanned, scanned_backwards, looped, pairs, both_streams, mapped, from_data, with_closures, with_keys, nested,
 ]  # fmt: skip
 
 
@@ -230,6 +237,20 @@ def test_what_the_user_checkpointed_is_not_inverted():
     wrapped = jax.checkpoint(lambda params, x: at(params, 0)(at(params, 1)(x)))
     loss = lambda params, stem, x: jnp.sum(wrapped(params, x @ stem) ** 2)
     assert not mw.plan(loss, PARAMS, STEM, X, argnums=(0, 1)).inverted
+
+
+def test_a_scan_that_is_neither_walked_nor_inverted_is_no_step_of_a_walk():
+    """Its layers would all be stored in Phase II, which no plan counts."""
+
+    def loss(ws, x):
+        x = jnp.abs(x @ mw.declare(ws[0], "orthogonal"))
+        # the second carry is data: the state enters as a constant
+        _, ys = jax.lax.scan(lambda c, w: (c + 1, jnp.tanh(x @ w) * c), 1.0, ws)
+        return jnp.sum(ys**2)
+
+    ws = jax.random.orthogonal(jax.random.key(0), 32, shape=(64,))
+    plan = mw.plan(loss, ws, jnp.ones((256, 32)))
+    assert {row.mode for row in plan.rows if row.block.startswith("scan")} <= {"store", "recompute"}
 
 
 def test_plans_say_so():

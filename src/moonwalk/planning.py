@@ -223,10 +223,9 @@ class _Walked:
     def __init__(self, steps: Sequence[Step], *, again: bool):
         """`again`: whether Phase I may be run again from the state at a segment's start."""
         self.steps, self.again = steps, again
-        # A scan over the data whose layers are not walked would be run again and stored, all of it.
+        # A scan whose layers are not walked would be run again and stored, all of it, in Phase II.
         self.never = [
-            (s.node.calls_once or (s.is_stem and s.node.is_scan)) and not isinstance(s, ScanStep)
-            for s in steps
+            (s.node.calls_once or s.node.is_scan) and not isinstance(s, ScanStep) for s in steps
         ]
         self.bytes: list[float] = [
             math.inf if never else s.kept_bytes + s.memo_bytes

@@ -401,6 +401,8 @@ class _Opener:
 
     def _open(self, block: Block) -> bool:
         """Split a variable that the block reads in several places that come together late."""
+        if len(block.eqns) == 1 and block.eqns[0].primitive is lax.scan_p:
+            return self._open_scan(block)
         for v in (*block.inputs, *(o for e in block.eqns for o in e.outvars if o in self.active)):
             uses = self._uses(block, v)
             if len(uses) < 2:
@@ -418,6 +420,24 @@ class _Opener:
                 self.add(part, cutter)
             return True
         return False
+
+    def _open_scan(self, block: Block) -> bool:
+        """Split a state that starts several carries of a scan."""
+        (eqn,) = block.eqns
+        invars = list(eqn.invars)
+        for v in block.inputs:
+            places = [i for i, u in enumerate(invars) if u is v]
+            if len(places) > 1:
+                copies = [Copy(v) for _ in places]
+                for place, copy in zip(places, copies, strict=True):
+                    invars[place] = copy
+                self.active.update(copies)
+                self._fork(v, copies)
+        if invars == list(eqn.invars):
+            return False
+        split = [eqn.replace(invars=invars)]
+        self.add(split, self._cutter(split, (*block.outputs, *block.exports)))
+        return True
 
     def _uses(self, block: Block, v: Any) -> list[list[JaxprEqn]]:
         """The readers of v, those together whose ways meet before all ways have met."""
