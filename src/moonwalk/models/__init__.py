@@ -1,3 +1,5 @@
 """Networks made of `moonwalk.nn`: a batch [batch, *in_shape] to logits [batch, classes]."""
 
+from .pyramid import pyramid_cnn as pyramid_cnn
 from .residual import residual_cnn as residual_cnn
+from .signal import conv1d_cnn as conv1d_cnn

@@ -4,6 +4,7 @@ from .activations import Abs as Abs
 from .activations import LeakyReLU as LeakyReLU
 from .activations import MaxMin as MaxMin
 from .activations import PReLU as PReLU
+from .causal import CausalConv1d as CausalConv1d
 from .constraints import bounded as bounded
 from .constraints import diagonal as diagonal
 from .constraints import lower as lower
@@ -22,6 +23,8 @@ from .coupling import couple as couple
 from .coupling import uncouple as uncouple
 from .dense import Linear as Linear
 from .norm import GroupNorm as GroupNorm
+from .patches import Patchify as Patchify
+from .pooling import GlobalMax as GlobalMax
 from .pooling import GlobalMean as GlobalMean
 from .pooling import MaxPool as MaxPool
 from .pooling import MeanPool as MeanPool

@@ -71,6 +71,19 @@ class GlobalMean(eqx.Module):
         return jnp.mean(x, axis=tuple(range(-1 - self.dims, -1)))
 
 
+class GlobalMax(eqx.Module):
+    """The maximum over the `dims` axes before the last: [..., h, w, c] -> [..., c]."""
+
+    dims: int = eqx.field(static=True)
+
+    def __init__(self, dims: int = 2):
+        self.dims = dims
+
+    def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
+        _spatial("GlobalMax", x, self.dims)
+        return jnp.max(x, axis=tuple(range(-1 - self.dims, -1)))
+
+
 class Unshuffle(eqx.Module):
     """Pixel-unshuffling, space to depth: [..., h, w, c] -> [..., h/f, w/f, f²·c]. A permutation.
 

@@ -1,0 +1,119 @@
+"""Patches: convolutions whose stride is their kernel's size."""
+
+from __future__ import annotations
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ..declare import declare
+from . import constraints
+
+KINDS = ("orthogonal", "free")
+SPATIAL = "DHW"
+
+
+class Patchify(eqx.Module):
+    """Each patch of p × p positions to one, by one matrix: [..., h, w, c] -> [..., h/p, w/p, out].
+
+    | kind | the matrix [p²·c, out] | a walk |
+    |---|---|---|
+    | `"orthogonal"` | orthonormal columns: an isometry | keeps nothing, loses no accuracy |
+    | `"free"` | anything | as a plan measures it |
+
+    **Arguments:**
+
+    - `in_channels`, `out_channels`: of an orthogonal layer, no more out than a patch has numbers.
+    - `patch`: its size p along each axis; positions that fill no patch are left out.
+    - `dims`: how many spatial axes there are.
+    - `kind`: as above.
+    - `use_bias`
+    - `slope`: of the activation that follows, for the variance that a free layer starts with.
+    - `key`
+
+    **Example:**
+
+    >>> import jax, jax.numpy as jnp, moonwalk as mw
+    >>> layer = mw.nn.Patchify(3, 48, 4, key=jax.random.key(0))
+    >>> layer(jnp.ones((2, 32, 32, 3))).shape
+    (2, 8, 8, 48)
+    """
+
+    raw: Float[Array, "patch out"]
+    bias: Float[Array, "out"] | None
+    patch: int = eqx.field(static=True)
+    dims: int = eqx.field(static=True)
+    kind: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        patch: int,
+        dims: int = 2,
+        kind: str = "orthogonal",
+        use_bias: bool = True,
+        *,
+        slope: float = 0.25,
+        key: Array,
+    ):
+        if kind not in KINDS:
+            raise ValueError(f"Patchify: unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
+        if dims not in (1, 2, 3) or not isinstance(patch, int) or patch < 1:
+            raise ValueError(
+                f"Patchify: patches have a positive size along 1, 2 or 3 axes, got patch={patch!r}, "
+                f"dims={dims!r}"
+            )
+        numbers = patch**dims * in_channels
+        if kind == "orthogonal" and out_channels > numbers:
+            raise ValueError(
+                f"Patchify: a patch of {numbers} numbers has no {out_channels} orthonormal columns; "
+                "take larger patches, fewer channels, or kind='free'"
+            )
+        total = 1.0 if kind == "orthogonal" else 2 / (1 + slope**2)
+        self.raw = math.sqrt(total / numbers) * jax.random.normal(key, (numbers, out_channels))
+        self.bias = jnp.zeros(out_channels) if use_bias else None
+        self.patch, self.dims, self.kind = patch, dims, kind
+
+    @property
+    def kernel(self) -> Float[Array, "*patch c out"]:
+        """[*p, in, out], declared."""
+        shape = (*(self.patch,) * self.dims, -1, self.raw.shape[-1])
+        if self.kind == "free":
+            return self.raw.reshape(shape)
+        # Windows do not meet, so the whole convolution is as isometric as its matrix is.
+        return declare(constraints.orthogonal(self.raw).reshape(shape), "isometric")
+
+    def __call__(
+        self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
+    ) -> Float[Array, "*batch_and_size out"]:
+        d, channels = self.dims, self.raw.shape[0] // self.patch**self.dims
+        if x.ndim < d + 1 or x.shape[-1] != channels:
+            raise ValueError(
+                f"Patchify: takes arrays [..., {'size, ' * d}{channels}], channels last, got the shape "
+                f"{x.shape}"
+            )
+        batch, dtype = x.shape[: -d - 1], x.dtype
+        w = self.kernel
+        if self.kind == "orthogonal":
+            # Rounded to half precision a weight is orthogonal no more: the product is rounded instead.
+            w = w.astype(jnp.promote_types(dtype, jnp.float32))
+        else:
+            w = w.astype(dtype)
+        if len(batch) != 1:
+            x = x.reshape((-1, *x.shape[len(batch) :]))
+        letters = SPATIAL[-d:]
+        y = lax.conv_general_dilated(
+            x.astype(w.dtype),
+            w,
+            (self.patch,) * d,
+            "VALID",
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        ).astype(dtype)
+        if len(batch) != 1:
+            y = y.reshape((*batch, *y.shape[1:]))
+        return y if self.bias is None else y + self.bias.astype(dtype)
