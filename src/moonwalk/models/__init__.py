@@ -2,4 +2,5 @@
 
 from .pyramid import pyramid_cnn as pyramid_cnn
 from .residual import residual_cnn as residual_cnn
+from .reversible import reversible_transformer as reversible_transformer
 from .signal import conv1d_cnn as conv1d_cnn
