@@ -212,7 +212,13 @@ def _readings(values: np.ndarray, structure: str) -> Iterable[Any]:
         yield defect(spatial_last.transpose(0, 2, 1).reshape(-1, values.shape[0]), structure)
         return
     for taps in (spatial_first, np.swapaxes(spatial_last, -1, -2)):
-        yield np.min(np.asarray(defect(taps, structure)))  # one of them is the pivot
+        inputs, outputs = taps.shape[-2:]
+        for groups in range(1, outputs + 1):
+            # Outputs may come in groups, none of which expands: each has a pivot of its own.
+            if outputs % groups == 0 and (groups == 1 or outputs // groups <= inputs):
+                parts = np.stack(np.split(taps, groups, axis=-1), axis=1)
+                off = np.asarray(defect(parts, structure))
+                yield np.min(np.max(off, axis=1))  # one of the taps is the pivot
 
 
 # --- the way of a declaration through the weight side of a trace ----------------------------------

@@ -27,8 +27,8 @@ def pyramid_cnn(
     The network of the paper's memory figures: "an input of size 256 × 256 × 3 is first upsampled to
     256 × 256 × 128 channels. Each subsequent layer applies a 3 × 3 × 128 × 128 convolution with stride 2
     and padding 1 […]. All activation functions are LeakyReLU, and the final layer performs max pooling
-    and projects the feature map to a scalar." The paper does not say how channels are upsampled (here: by
-    a 1×1 convolution, unconstrained), nor the slope (here 1/4: with much less, error would grow). Its
+    and projects the feature map to a scalar." The paper does not say how channels are upsampled (here:
+    by a 1×1 convolution, unconstrained), nor the slope (here 1/4: with much less, error would grow). Its
     pivots are triangular; here they are diagonal by default, which lets no error grow. There is one
     output per class.
 
