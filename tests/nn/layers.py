@@ -32,9 +32,11 @@ class Layer:
     gain: float = math.inf
     holds: Callable[[Any, Any], None] = lambda layer, x: None
     slow: bool = False  # a variant of another row
+    trainable: bool = True  # whether it has parameters
 
 
 LAYERS: dict[str, Layer] = {}
+PLAIN = dict(gain=1.0, trainable=False)
 
 
 def row(name: str, make: Callable[..., Any], shape: tuple[int, ...], mode: str = "walk", **options: Any):
@@ -81,6 +83,7 @@ row(
     (3, 6),
     traced="anchor",
     holds=lambda layer, x: lower_triangular(layer.weight),
+    slow=True,
 )
 row("Linear, free", part(nn.Linear, 6, 5, "free"), (3, 6), traced="anchor")
 
@@ -124,9 +127,9 @@ conv("Conv2d, 1×1", nn.Conv2d, (4, 4, 1), (2, 3, 3, 4), (0, 0), gain=BOUNDED, s
 conv(
     "Conv2d, identity", nn.Conv2d, (4, 3, 3, 2, 1), (2, 7, 6, 4), (1, 1), structure="identity", gain=1.0
 )
-conv("Conv1d", nn.Conv1d, (4, 4, 3, 2, 1), (2, 9, 4), (1,), gain=BOUNDED)
+conv("Conv1d", nn.Conv1d, (4, 4, 3, 2, 1), (2, 9, 4), (1,), gain=BOUNDED, slow=True)
 conv("Conv3d", nn.Conv3d, (3, 3, 3, 2, 1), (1, 5, 5, 5, 3), (1, 1, 1), gain=BOUNDED, slow=True)
-conv("Conv3d, patches", nn.Conv3d, (3, 3, 2, 2), (1, 4, 4, 4, 3), (0, 0, 0), gain=BOUNDED)
+conv("Conv3d, patches", nn.Conv3d, (3, 3, 2, 2), (1, 4, 4, 4, 3), (0, 0, 0), gain=BOUNDED, slow=True)
 conv(
     "Conv2d, lower",
     nn.Conv2d,
@@ -150,7 +153,7 @@ conv(
 )
 # No pivot along the whole axis: spans.
 conv("Conv1d, same", nn.Conv1d, (4, 4, 3, 1, 1), (2, 16, 4), (0,), "fragment", structure="lower")
-conv("Conv1d, circular", nn.Conv1d, (4, 4, 3, 1, "CIRCULAR"), (2, 16, 4), (0,), "fragment")
+conv("Conv1d, circular", nn.Conv1d, (4, 4, 3, 1, "CIRCULAR"), (2, 16, 4), (0,), "fragment", slow=True)
 conv("Conv2d, same", nn.Conv2d, (3, 3, 3, 1, "SAME"), (1, 12, 12, 3), (0, 0), "fragment")
 conv(
     "Conv2d, circular", nn.Conv2d, (3, 3, 3, 1, "CIRCULAR"), (1, 8, 8, 3), (0, 0), "fragment", slow=True
@@ -216,13 +219,13 @@ row(
     holds=patches,
     slow=True,
 )
-row("Patchify, free", part(nn.Patchify, 3, 5, 2, kind="free"), (2, 4, 4, 3), traced="anchor")
+row("Patchify, free", part(nn.Patchify, 3, 5, 2, kind="free"), (2, 4, 4, 3), traced="anchor", slow=True)
 
 # --- activations, pooling, normalisation ----------------------------------------------------------
 
-row("LeakyReLU", fixed(nn.LeakyReLU), (3, 6), gain=2.125)
-row("Abs", fixed(nn.Abs), (3, 6), gain=1.0)
-row("MaxMin", fixed(nn.MaxMin), (3, 6), gain=1.0)
+row("LeakyReLU", fixed(nn.LeakyReLU), (3, 6), gain=2.125, trainable=False)
+row("Abs", fixed(nn.Abs), (3, 6), **PLAIN)
+row("MaxMin", fixed(nn.MaxMin), (3, 6), **PLAIN)
 
 
 def slopes(layer, x):
@@ -232,12 +235,12 @@ def slopes(layer, x):
 SLOPES = dict(traced="anchor", gain=(1 + 1 / 64) / (2 / 8), holds=slopes)
 row("PReLU", fixed(nn.PReLU, 6), (3, 6), **SLOPES)
 row("PReLU, one slope", fixed(nn.PReLU), (3, 6), **SLOPES, slow=True)
-row("MeanPool", fixed(nn.MeanPool, 2), (2, 4, 5, 3), gain=1.0)
-row("MeanPool, orthonormal", fixed(nn.MeanPool, 2, 1, orthonormal=True), (2, 6, 3), gain=1.0, slow=True)
-row("MaxPool", fixed(nn.MaxPool, 2), (2, 4, 4, 3), gain=1.0)
-row("GlobalMean", fixed(nn.GlobalMean), (2, 3, 3, 4), gain=1.0)
-row("GlobalMax", fixed(nn.GlobalMax), (2, 3, 3, 4), gain=1.0)
-row("Unshuffle", fixed(nn.Unshuffle, 2), (2, 4, 6, 3), gain=1.0)
+row("MeanPool", fixed(nn.MeanPool, 2), (2, 4, 5, 3), **PLAIN)
+row("MeanPool, orthonormal", fixed(nn.MeanPool, 2, 1, orthonormal=True), (2, 6, 3), **PLAIN, slow=True)
+row("MaxPool", fixed(nn.MaxPool, 2), (2, 4, 4, 3), **PLAIN)
+row("GlobalMean", fixed(nn.GlobalMean), (2, 3, 3, 4), **PLAIN)
+row("GlobalMax", fixed(nn.GlobalMax), (2, 3, 3, 4), **PLAIN)
+row("Unshuffle", fixed(nn.Unshuffle, 2), (2, 4, 6, 3), **PLAIN)
 row("GroupNorm", fixed(nn.GroupNorm, 2, 6), (2, 4, 4, 6), "fragment", traced="anchor")
 
 # --- containers -----------------------------------------------------------------------------------
@@ -252,7 +255,14 @@ def stacked(layer, x):
         orthonormal(w)
 
 
-row("Sequential", dense_layer, (3, 6), gain=1.0, holds=lambda layer, x: orthonormal(layer[0].weight))
+row(
+    "Sequential",
+    dense_layer,
+    (3, 6),
+    gain=1.0,
+    holds=lambda layer, x: orthonormal(layer[0].weight),
+    slow=True,
+)
 row("Stack", lambda key: nn.Stack(dense_layer, 4, key=key), (3, 6), gain=1.0, holds=stacked)
 
 

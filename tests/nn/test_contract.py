@@ -21,6 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
 KEY = jax.random.key(0)
 EVERY = some(LAYERS, [name for name, layer in LAYERS.items() if not layer.slow])
+TRAINABLE = some(
+    [name for name, layer in LAYERS.items() if layer.trainable],
+    [name for name, layer in LAYERS.items() if layer.trainable and not layer.slow],
+)
 MODES = {"vijp": "walk", "given": "walk", "fragment": "fragment", "anchor": "anchor"}
 
 
@@ -92,7 +96,7 @@ def test_what_a_trace_knows_of_it(name):
     assert mode_of(planned(loss, p, example(name))) == (LAYERS[name].traced or LAYERS[name].mode)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", some(LAYERS, ["Linear", "Conv2d", "Stack"]))
 def test_value_and_grad(name):
     """As a user calls it, whatever the plan chooses."""
     x = example(name)
@@ -124,12 +128,12 @@ def trained(name):
     moved = [
         jnp.max(jnp.abs(a - b)) for a, b in zip(jax.tree.leaves(p), jax.tree.leaves(params), strict=True)
     ]
-    assert all(d > 0.1 for d in moved)
-    assert not moved or values[-1] < values[0]
+    assert moved and all(d > 0.1 for d in moved)
+    assert values[-1] < values[0]
     return eqx.combine(p, static)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", TRAINABLE)
 def test_the_constraint_holds_after_training(name):
     row, x, layer = LAYERS[name], example(name), trained(name)
     layer(x)  # eagerly: what it declares is checked on the values
