@@ -212,7 +212,7 @@ def _readings(values: np.ndarray, structure: str) -> Iterable[Any]:
         yield defect(spatial_last.transpose(0, 2, 1).reshape(-1, values.shape[0]), structure)
         return
     for taps in (spatial_first, np.swapaxes(spatial_last, -1, -2)):
-        inputs, outputs = taps.shape[-2:]
+        inputs, outputs = taps.shape[-2], taps.shape[-1]
         for groups in range(1, outputs + 1):
             # Outputs may come in groups, none of which expands: each has a pivot of its own.
             if outputs % groups == 0 and (groups == 1 or outputs // groups <= inputs):
