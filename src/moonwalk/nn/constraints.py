@@ -142,7 +142,8 @@ def pivot_kernel(
     made = jnp.moveaxis(made, 0, 1).reshape(m, out)
     here = np.zeros((*raw.shape[:-2], 1, 1), bool)
     here[tuple(taps)] = True
-    return declare(jnp.where(here, made, raw), "lower" if structure == "lower" else "diagonal")
+    word = "lower" if structure == "lower" else "diagonal"
+    return declare(jnp.where(here, made, raw), word, groups=groups)
 
 
 def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[Array, "*stack"]:
