@@ -189,9 +189,10 @@ def test_doctests(name):
 
 
 def test_public_names_are_documented():
-    for name in dir(mw):
-        if not name.startswith("_") and callable(getattr(mw, name)):
-            assert getattr(mw, name).__doc__, name
+    for module in (mw, mw.nn, mw.models):
+        for name in dir(module):
+            if not name.startswith("_") and callable(getattr(module, name)):
+                assert getattr(module, name).__doc__, name
 
 
 def test_imports_point_one_way():

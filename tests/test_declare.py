@@ -202,3 +202,16 @@ def test_an_identity_under_every_transformation():
     np.testing.assert_array_equal(jax.hessian(loss)(w), jax.hessian(plain)(w))
     batched = jnp.stack([w, w.T])
     np.testing.assert_array_equal(jax.vmap(jax.grad(loss))(batched), jax.vmap(jax.grad(plain))(batched))
+
+
+def test_kernels_in_groups_are_checked_group_by_group():
+    """[*k, in/g, g·out]: each group has a pivot of its own."""
+    w = kernel((3,), 6, 4, (1,), "diagonal", groups=2)
+    mw.declare(w, "diagonal", groups=2)
+    mw.declare(jnp.transpose(w, (2, 1, 0)), "diagonal", groups=2)  # the layout of Equinox
+    with pytest.raises(mw.DeclarationError, match="off the diagonal pattern"):
+        mw.declare(w, "diagonal")
+    with pytest.raises(mw.DeclarationError, match="off the diagonal pattern"):
+        mw.declare(w.at[1, 0, 3].set(0.1), "diagonal", groups=2)
+    with pytest.raises(ValueError, match=r"groups=2 speaks of a kernel.*shape \(4, 4\)"):
+        mw.declare(jnp.eye(4), "diagonal", groups=2)

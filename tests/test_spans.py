@@ -516,3 +516,23 @@ def test_a_span_too_short_for_a_layer_that_needs_none():
     _, _, walk = under_jit(fun, method, ws, normal(2, 30, 4), gains=gains)
     assert not fragments_in(walk)
     assert any(s.reason.endswith("; needs no fragment") for s in walk.steps)
+
+
+@pytest.mark.parametrize(
+    ("k", "stride", "padding", "tap"),
+    [(5, 3, (1, 1), 1), (3, 2, (2, 0), 2), (3, 2, (0, 0), 0)],
+    ids=["a parallel tap beside the lemma's", "backward", "forward"],
+)
+def test_fragments_read_the_tap_that_a_declaration_speaks_of(k, stride, padding, tap):
+    """Where windows have an order, spans used to divide by whichever tap reaches least."""
+    w = 0.2 * normal(k, 4, 4).at[tap].set(5 * jnp.diag(1 + 0.1 * jnp.arange(4.0)))
+    x = normal(2, 28, 4)
+
+    def loss(p, x):
+        y = conv(x @ p[0], mw.declare(p[1], "diagonal"), padding, stride)
+        return jnp.sum(jnp.sin(y @ p[2]))
+
+    p = (jnp.eye(4) + 0.1 * normal(4, 4), w, normal(4, 4, seed=1))
+    found, _, walk = under_jit(loss, mw.Moonwalk(), p, x)
+    assert "fragment" in {s.source for s in walk.steps}
+    assert difference(found, jax.grad(loss)(p, x)) <= 1e-10

@@ -80,7 +80,7 @@ class Declaration:
         return replace(self, touched=self.touched | frozenset(n for n in names if n is not None))
 
 
-def declare(w: ArrayLike, structure: str) -> Array:
+def declare(w: ArrayLike, structure: str, *, groups: int = 1) -> Array:
     """Say what is known of a weight's values; returns `w` unchanged.
 
     The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` speak of a matrix as it lies,
@@ -96,7 +96,8 @@ def declare(w: ArrayLike, structure: str) -> Array:
 
     Called on concrete values it checks them and raises `DeclarationError` if they are not what is
     declared. Of a kernel only what can be seen without the convolution's stride and padding is
-    checked here; the rest when `moonwalk.vijp` meets the convolution.
+    checked here; the rest when `moonwalk.vijp` meets the convolution. `groups` tells this check that the
+    kernel [..., in / groups, out] is that of a convolution in groups, each of which has a pivot.
 
     **Example:**
 
@@ -114,10 +115,15 @@ def declare(w: ArrayLike, structure: str) -> Array:
             f"declare: a structure speaks of a matrix [in, out] or a kernel, but the array has shape "
             f"{w.shape}"
         )
+    if groups != 1 and (w.ndim < 3 or groups < 1 or (w.shape[0] % groups and w.shape[-1] % groups)):
+        raise ValueError(
+            f"declare: groups={groups} speaks of a kernel [*taps, in / groups, out], but the array has "
+            f"shape {w.shape}"
+        )
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"declare: weights must be real floating-point arrays, got {w.dtype}")
     if (values := compat.concrete(w)) is not None:
-        _check_concrete(values, structure)
+        _check_concrete(values, structure, groups)
     return declare_p.bind(w, structure=structure, in_axis=w.ndim - 2, out_axis=w.ndim - 1)
 
 
@@ -179,11 +185,11 @@ def allowed_defect(dtype: Any, size: int, structure: str) -> float:
     return tolerance(dtype, size) if structure in ("orthogonal", "isometric") else 0.0
 
 
-def _check_concrete(values: np.ndarray, structure: str) -> None:
+def _check_concrete(values: np.ndarray, structure: str, groups: int) -> None:
     dtype = values.dtype
     values = np.asarray(values, np.promote_types(np.float32, dtype) if dtype.itemsize > 2 else "f4")
     with compat.evaluated_now():
-        readings = [np.asarray(d) for d in _readings(values, structure)]
+        readings = [np.asarray(d) for d in _readings(values, structure, groups)]
     limit = allowed_defect(dtype, max(values.shape), structure)
     worst = min(float(np.max(d)) for d in readings)
     if not worst <= limit:
@@ -199,9 +205,10 @@ def _check_concrete(values: np.ndarray, structure: str) -> None:
         )
 
 
-def _readings(values: np.ndarray, structure: str) -> Iterable[Any]:
+def _readings(values: np.ndarray, structure: str, groups: int) -> Iterable[Any]:
     """Defects under every reading an array may have: matrices, or taps of a kernel."""
-    yield defect(values, structure)  # a matrix, or a stack of matrices
+    if groups == 1:
+        yield defect(values, structure)  # a matrix, or a stack of matrices
     if values.ndim < 3:
         return
     spatial_first = values.reshape((-1, *values.shape[-2:]))  # taps [in, out]
@@ -212,7 +219,10 @@ def _readings(values: np.ndarray, structure: str) -> Iterable[Any]:
         yield defect(spatial_last.transpose(0, 2, 1).reshape(-1, values.shape[0]), structure)
         return
     for taps in (spatial_first, np.swapaxes(spatial_last, -1, -2)):
-        yield np.min(np.asarray(defect(taps, structure)))  # one of them is the pivot
+        if taps.shape[-1] % groups == 0:
+            parts = np.stack(np.split(taps, groups, axis=-1), axis=1)
+            off = np.asarray(defect(parts, structure))
+            yield np.min(np.max(off, axis=1))  # one of the taps is the pivot
 
 
 # --- the way of a declaration through the weight side of a trace ----------------------------------

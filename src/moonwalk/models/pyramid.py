@@ -21,14 +21,15 @@ def pyramid_cnn(
     pivot: str = "diagonal",
     slope: float = 0.25,
     stem_size: int = 1,
+    use_bias: bool = True,
 ) -> nn.Sequential:
     """A stem to `width` channels, 3×3 convolutions of stride 2 and padding 1, maximum, dense head.
 
     The network of the paper's memory figures: "an input of size 256 × 256 × 3 is first upsampled to
     256 × 256 × 128 channels. Each subsequent layer applies a 3 × 3 × 128 × 128 convolution with stride 2
     and padding 1 […]. All activation functions are LeakyReLU, and the final layer performs max pooling
-    and projects the feature map to a scalar." The paper does not say how channels are upsampled (here: by
-    a 1×1 convolution, unconstrained), nor the slope (here 1/4: with much less, error would grow). Its
+    and projects the feature map to a scalar." The paper does not say how channels are upsampled (here:
+    by a 1×1 convolution, unconstrained), nor the slope (here 1/4: with much less, error would grow). Its
     pivots are triangular; here they are diagonal by default, which lets no error grow. There is one
     output per class.
 
@@ -42,6 +43,7 @@ def pyramid_cnn(
     - `pivot`: of these; `"lower"` is the paper's.
     - `slope`: of the LeakyReLU.
     - `stem_size`: the size of the stem's kernel, 1 or 3.
+    - `use_bias`: in the convolutions.
 
     **Example:**
 
@@ -59,20 +61,14 @@ def pyramid_cnn(
         raise ValueError(f"pyramid_cnn: the stem's kernel has an odd size, got {stem_size}")
     depth = max(min(in_shape[:2]).bit_length() - 2, 0) if depth is None else depth
     stem_key, head_key, *keys = jax.random.split(key, 2 + depth)
+    common: dict[str, Any] = dict(use_bias=use_bias, slope=slope)
+    padding = stem_size // 2
     layers: list[Any] = [
-        nn.Conv2d(
-            in_shape[2],
-            width,
-            stem_size,
-            padding=stem_size // 2,
-            pivot="free",
-            slope=slope,
-            key=stem_key,
-        ),
+        nn.Conv2d(in_shape[2], width, stem_size, 1, padding, pivot="free", **common, key=stem_key),
         nn.LeakyReLU(slope),
     ]
     for own in keys:
-        layers.append(nn.Conv2d(width, width, 3, 2, 1, pivot=pivot, slope=slope, key=own))
+        layers.append(nn.Conv2d(width, width, 3, 2, 1, pivot=pivot, **common, key=own))
         layers.append(nn.LeakyReLU(slope))
     head = nn.Linear(width, classes, kind="free", slope=1.0, key=head_key)
     return nn.Sequential([*layers, nn.GlobalMax(2), head])

@@ -61,8 +61,8 @@ class MaxMin(eqx.Module):
 class PReLU(eqx.Module):
     """LeakyReLU with trainable slopes, which stay between 1/8 and 1 whatever an optimizer does.
 
-    slope = 1/8 + 7/8 · sigmoid(raw). A trace does not see that bound: a plan made from concrete arguments
-    does, and walks it with one bit per entry; under `jit` alone its cotangent is kept.
+    slope = 1/8 + 7/8 · sigmoid(raw). A trace does not see that bound; a plan made from concrete
+    arguments does, and walks it with one bit per entry; under `jit` alone its cotangent is kept.
 
     **Arguments:**
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from .. import compat
@@ -141,7 +142,8 @@ def pivot_kernel(
     made = jnp.moveaxis(made, 0, 1).reshape(m, out)
     here = np.zeros((*raw.shape[:-2], 1, 1), bool)
     here[tuple(taps)] = True
-    return declare(jnp.where(here, made, raw), "lower" if structure == "lower" else "diagonal")
+    word = "lower" if structure == "lower" else "diagonal"
+    return declare(jnp.where(here, made, raw), word, groups=groups)
 
 
 def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[Array, "*stack"]:
@@ -151,8 +153,8 @@ def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[A
 
         ‖w‖₂ ≤ tr(G^q)^(1/2q) ≤ m^(1/2q) ‖w‖₂,
 
-    with five squarings at most 8 % too large at 128 columns. G^q would overflow, or vanish, so every
-    square is divided by its trace t_i: tr(G^q)^(1/q) = Π t_i^(1/2^i).
+    with five squarings at most 8 % too large at 128 columns. G^q would overflow, or vanish, so w is
+    divided by its largest entry, and every square by its trace t_i: tr(G^q)^(1/q) = Π t_i^(1/2^i).
 
     **Example:**
 
@@ -161,16 +163,19 @@ def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[A
     True
     """
     w = w.astype(compat.working_dtype(w.dtype))
+    largest = jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True)
+    size = lax.stop_gradient(jnp.where(largest > 0, largest, 1))  # the bound does not depend on it
+    w = w / size
     transposed = jnp.swapaxes(w, -1, -2)
     g = transposed @ w if w.shape[-2] >= w.shape[-1] else w @ transposed
-    tiny = jnp.finfo(w.dtype).tiny
+    least = jnp.finfo(w.dtype).eps ** 2  # of zeros there is a bound, and a derivative, too
     log_bound = jnp.zeros(w.shape[:-2], w.dtype)
     for i in range(squarings + 1):
         g = g @ g if i else g
-        trace = jnp.trace(g, axis1=-2, axis2=-1) + tiny
+        trace = jnp.trace(g, axis1=-2, axis2=-1) + least
         g = g / trace[..., None, None]
         log_bound = log_bound + jnp.log(trace) / 2 ** (i + 1)
-    return jnp.exp(log_bound)
+    return jnp.exp(log_bound) * size[..., 0, 0]
 
 
 def stable_taps(raw: Float[Array, "taps n m"]) -> Float[Array, "taps n m"]:

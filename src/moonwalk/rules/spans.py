@@ -268,7 +268,7 @@ class Spans(Fragmental):
         kernel = kernel.astype(compat.working_dtype(kernel.dtype))
         structure = structure_of(block)
         found = float(growth(self.lines, self.stagger, structure, self.slope, kernel))
-        return Gain(max(1.0, found), mixes=True, lasting=1.0)
+        return Gain(max(1.0, found), mixes=True, lasting=self._lasting)
 
     def _promised(self, block: Block) -> Gain:
         """While tracing: spans of twice the reach were stable wherever the pivot was well conditioned.
@@ -278,7 +278,12 @@ class Spans(Fragmental):
         reach = max(x.reach for x in self.lines)
         if structure_of(block) is None or self.span > 2 * reach or not self.stagger:
             return Gain.unknown()
-        return Gain(10.0, mixes=True, assumed=True, lasting=1.0)
+        return Gain(10.0, mixes=True, assumed=True, lasting=self._lasting)
+
+    @property
+    def _lasting(self) -> float | None:
+        """Error dies at the slices that are kept; where there are edges alone, it compounds."""
+        return 1.0 if self.span else None
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         return self.alarms(block, self.prepare(block, operands), None)
