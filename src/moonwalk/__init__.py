@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
 
+from . import data as data
 from . import models as models
 from . import nn as nn
 from . import rules as _rules  # fills the registry
@@ -11,6 +12,7 @@ from .api import vijp as vijp
 from .certificate import Certificate as Certificate
 from .custom import custom_vijp as custom_vijp
 from .declare import declare as declare
+from .errors import DataError as DataError
 from .errors import DeclarationError as DeclarationError
 from .errors import DuplicateRuleError as DuplicateRuleError
 from .errors import EffectError as EffectError

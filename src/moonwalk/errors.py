@@ -54,5 +54,9 @@ class OptimizerError(MoonwalkError, TypeError):
     """An optimizer whose update cannot run as gradients come."""
 
 
+class DataError(MoonwalkError, ValueError):
+    """A data set that is not there, or not what its format promises."""
+
+
 class PlanWarning(UserWarning):
     """A plan saves little; the message names the costliest block and what would help."""
