@@ -1,7 +1,6 @@
 """Data sets: what their files must hold, what is said where they do not, and batches that can be resumed."""
 
 import gzip
-import importlib.util
 import io
 import itertools
 import os
@@ -41,16 +40,12 @@ def test_mnist1d_is_the_packages(signals):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("mnist1d") is None, reason="the package mnist1d is the oracle"
-)
 @pytest.mark.parametrize("seed", [42, 7])
 def test_mnist1d_is_the_packages_to_the_last_bit(seed):
-    from mnist1d.data import get_dataset_args, make_dataset
-
-    args = get_dataset_args()
+    oracle = pytest.importorskip("mnist1d.data", exc_type=ImportError)
+    args = oracle.get_dataset_args()
     args.seed = seed
-    truth = make_dataset(args)
+    truth = oracle.make_dataset(args)
     x, y = generate(seed, 5000)
     np.testing.assert_array_equal(x, np.concatenate([truth["x"], truth["x_test"]]))
     np.testing.assert_array_equal(y, np.concatenate([truth["y"], truth["y_test"]]))
