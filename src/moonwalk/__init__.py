@@ -1,7 +1,9 @@
 """Moonwalk: exact gradients of deep networks without keeping their activations."""
 
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import data as data
 from . import models as models
@@ -12,12 +14,14 @@ from .api import vijp as vijp
 from .certificate import Certificate as Certificate
 from .custom import custom_vijp as custom_vijp
 from .declare import declare as declare
+from .errors import CheckpointError as CheckpointError
 from .errors import DataError as DataError
 from .errors import DeclarationError as DeclarationError
 from .errors import DuplicateRuleError as DuplicateRuleError
 from .errors import EffectError as EffectError
 from .errors import InexactError as InexactError
 from .errors import MoonwalkError as MoonwalkError
+from .errors import NonFiniteError as NonFiniteError
 from .errors import NotSubmersiveError as NotSubmersiveError
 from .errors import OptimizerError as OptimizerError
 from .errors import PlanMismatchError as PlanMismatchError
@@ -39,3 +43,18 @@ try:
 except _NotFound:  # a source tree on PYTHONPATH
     __version__ = "0.0.0+source"
 del _rules, _NotFound, _version
+
+if _TYPE_CHECKING:
+    from . import training as training
+
+_LAZY = ("training",)  # imported when first asked for
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return _import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

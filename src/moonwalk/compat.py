@@ -38,6 +38,20 @@ def refuse_unsupported_jax(version: str) -> None:
 
 refuse_unsupported_jax(jax.__version__)
 
+
+def barrier_options() -> dict[str, str | bool]:
+    """Compiler options without which XLA would merge Phase III with Phase I, and keep all between.
+
+    XLA's CPU compiler deletes barriers in JAX 0.10; other backends and versions need nothing.
+    """
+    old = version_tuple(jax.__version__) < (0, 11)
+    return (
+        {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        if old and jax.default_backend() == "cpu"
+        else {}
+    )
+
+
 import jax.extend.source_info_util as _source  # noqa: E402  (after the version check)
 from jax import lax  # noqa: E402
 from jax.core import ShapedArray, Tracer  # noqa: E402

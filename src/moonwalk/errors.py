@@ -58,5 +58,13 @@ class DataError(MoonwalkError, ValueError):
     """A data set that is not there, or not what its format promises."""
 
 
+class CheckpointError(MoonwalkError, ValueError):
+    """A folder of checkpoints that is damaged, or belongs to another run."""
+
+
+class NonFiniteError(MoonwalkError, ArithmeticError):
+    """Training met a loss or a gradient that is not finite."""
+
+
 class PlanWarning(UserWarning):
     """A plan saves little; the message names the costliest block and what would help."""

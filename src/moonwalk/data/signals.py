@@ -9,7 +9,6 @@ https://github.com/greydanus/mnist1d), so that the examples are theirs.
 from __future__ import annotations
 
 import numpy as np
-from scipy.ndimage import gaussian_filter1d
 
 from ..errors import DataError
 from .dataset import Dataset
@@ -75,6 +74,10 @@ def mnist1d(seed: int = 42, examples: int = 5000, train_fraction: float = 0.8) -
 
 def generate(seed: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
     """(x [examples, 40] in float64, y [examples] in int32), shuffled, of mean 0 and deviation 1."""
+    from scipy.ndimage import (
+        gaussian_filter1d,  # a fifth of a second, which importing moonwalk should not take
+    )
+
     random = np.random.RandomState(seed)
     y = np.repeat(np.arange(10, dtype=np.int32), examples // 10)
     signals = templates()

@@ -1,0 +1,85 @@
+"""Records of a run as a table (CSV) and as a picture (PNG)."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from .records import Record
+
+COLUMNS = tuple(f.name for f in fields(Record))
+
+
+def write_csv(path: str | Path, records: Sequence[Record]) -> None:
+    """One line per step; the file is replaced as a whole."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for record in records:
+            writer.writerow({k: "" if v is None else repr(v) for k, v in asdict(record).items()})
+    partial.replace(path)
+
+
+def read_csv(path: str | Path) -> list[Record]:
+    """What `write_csv` wrote; nothing where there is no file."""
+    path = Path(path)
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [
+            Record(int(row["step"]), *(float(row[c]) if row[c] else None for c in COLUMNS[1:]))  # type: ignore[arg-type]
+            for row in csv.DictReader(file)
+        ]
+
+
+def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping[str, int]) -> None:
+    """Loss and accuracy of some runs over their steps, and the memory that each took, as a picture."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("curves are drawn by Matplotlib: pip install 'moonwalk-jax[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    colours = dict(zip(runs, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    styles = dict(zip(runs, ("-", "--", "-.", ":"), strict=False))  # curves may lie on each other
+    for name, records in runs.items():
+        look: dict[str, Any] = {"color": colours[name], "ls": styles[name]}
+        loss = _smooth([r.loss for r in records])
+        axes[0].plot([r.step for r in records], loss, label=name, **look)
+        tested = [r for r in records if r.test_accuracy is not None]
+        axes[1].plot(
+            [r.step for r in records], _smooth([r.accuracy for r in records]), alpha=0.35, **look
+        )
+        axes[1].plot(
+            [r.step for r in tested], [r.test_accuracy for r in tested], marker="o", ms=3, **look
+        )
+    axes[0].set(title="loss of the batch", xlabel="step", yscale="log")
+    axes[0].legend(frameon=False)
+    axes[1].set(title="accuracy (dots: test examples)", xlabel="step", ylim=(0, 1))
+    mib = [size / 2**20 for size in memory.values()]
+    bars = axes[2].bar(list(memory), mib, color=[colours.get(name, "0.7") for name in memory], width=0.6)
+    axes[2].bar_label(bars, [f"{m:.1f}" for m in mib])
+    axes[2].set(title="temporaries of a step, MiB")
+    axes[2].margins(y=0.15)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """A running mean over a fiftieth of the run: single batches are noisy."""
+    width = max(1, len(values) // 50)
+    found, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - width] if i >= width else 0.0)
+        found.append(total / min(i + 1, width))
+    return found
