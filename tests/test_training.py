@@ -251,6 +251,8 @@ def test_settings_are_checked(signals):
         ValueError, match="steps must not be negative and steps_per_call at least 1, got 4 and 0"
     ):
         fit(Linear(), signals, steps_per_call=0)
+    with pytest.raises(TypeError, match="fit: Lambda has no inexact arrays to train"):
+        fit(eqx.nn.Lambda(lambda x: Linear()(x)), signals)
     with pytest.raises(mw.DataError, match="batch must lie in 1 … 240"):
         fit(Linear(), signals, batch=1000)
 

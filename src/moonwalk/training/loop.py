@@ -95,10 +95,12 @@ def fit(
 
     >>> import equinox as eqx, jax, optax
     >>> from moonwalk import data, training
-    >>> flat = eqx.nn.Lambda(lambda x: x.reshape(len(x), -1))
-    >>> head = eqx.nn.Lambda(jax.vmap(eqx.nn.Linear(40, 10, key=jax.random.key(0))))
+    >>> class Network(eqx.Module):
+    ...     head: eqx.nn.Linear
+    ...     def __call__(self, x):
+    ...         return jax.vmap(self.head)(x.reshape(len(x), -1))
     >>> found = training.fit(
-    ...     eqx.nn.Sequential([flat, head]),
+    ...     Network(eqx.nn.Linear(40, 10, key=jax.random.key(0))),
     ...     data.mnist1d(),
     ...     optimizer=optax.adam(1e-2),
     ...     steps=30,
@@ -134,14 +136,9 @@ def fit(
         seconds = before + time.perf_counter() - begun
         applied = int(np.sum(metrics.is_applied))
         fresh = [
-            Record(
-                step + i + 1,
-                float(metrics.loss[i]),
-                float(metrics.accuracy[i]),
-                float(metrics.certificate[i]),
-                seconds,
-            )
-            for i in range(applied)
+            Record(step + i + 1, float(m.loss), float(m.accuracy), float(m.certificate), seconds)
+            for i, m in enumerate(Metrics(*each) for each in zip(*metrics, strict=True))
+            if m.is_applied
         ]
         step += applied
         retries = 0 if applied else retries
@@ -180,6 +177,11 @@ class _Trainer:
         augment: Augment | None,
     ):
         params, self.static = eqx.partition(model, eqx.is_inexact_array)
+        if not jax.tree.leaves(params):
+            raise TypeError(
+                f"fit: {type(model).__name__} has no inexact arrays to train; a model must be a pytree that "
+                "holds them, as Equinox modules are (a function that closes over them is not)"
+            )
         # Programs reuse the state's memory, so it must not be the caller's.
         params = jax.tree.map(jnp.copy, params)
         self.state = State(params, optimizer.init(params))
