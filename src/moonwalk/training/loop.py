@@ -179,8 +179,8 @@ class _Trainer:
         params, self.static = eqx.partition(model, eqx.is_inexact_array)
         if not jax.tree.leaves(params):
             raise TypeError(
-                f"fit: {type(model).__name__} has no inexact arrays to train; a model must be a pytree that "
-                "holds them, as Equinox modules are (a function that closes over them is not)"
+                f"fit: {type(model).__name__} has no inexact arrays to train; a model must be a pytree "
+                "that holds them, as Equinox modules are (a function that closes over them is not)"
             )
         # Programs reuse the state's memory, so it must not be the caller's.
         params = jax.tree.map(jnp.copy, params)
