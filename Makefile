@@ -16,11 +16,11 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments clean
+.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments fig4 clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## Make .venv from the lock, if it is not up to date
 
@@ -81,6 +81,15 @@ bench-variants: venv ## Measure checkpoint=, PureForward and fused_update
 bench-fragments: venv ## Measure fragments of cotangents on the paper's 1D network
 	@mkdir -p build
 	$(BIN)/python results/fragments.py --out build/variants.json
+
+# DATA: a folder with the files of Fashion-MNIST, or another data set's (NAME=cifar10).
+NAME ?= fashion-mnist
+fig4: venv ## Train the paper's Fig. 4 with DATA=folder, and draw it
+	@test -n "$(DATA)" || { echo "Name the folder of the data: make fig4 DATA=... [NAME=cifar10]" >&2; exit 1; }
+	@mkdir -p build
+	@test -f build/$(NAME).npz || $(BIN)/python -m moonwalk.data $(NAME) $(DATA) build/$(NAME).npz
+	$(BIN)/python results/fig4.py --data build/$(NAME).npz --out build/fig4-$(NAME).json $(ARGS)
+	$(BIN)/python results/fig4.py --plot build/fig4-$(NAME).png build/fig4-$(NAME).json
 
 clean: ## Remove the environments, caches and builds
 	rm -rf .venv .venv-latest .pytest_cache .hypothesis .ruff_cache build dist
