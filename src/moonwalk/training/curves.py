@@ -83,7 +83,8 @@ def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping
         axes[1].plot(
             [r.step for r in tested], [r.test_accuracy for r in tested], marker="o", ms=3, **look
         )
-    axes[0].set(title="loss of the batch", xlabel="step", yscale="log")
+    axes[0].set(title="loss of the batch", xlabel="step")
+    axes[0].set_ylim(bottom=0)
     axes[0].legend(frameon=False)
     axes[1].set(title="accuracy (dots: test examples)", xlabel="step", ylim=(0, 1))
     mib = [size / 2**20 for size in memory.values()]
