@@ -65,9 +65,7 @@ format: venv ## Fix style and formatting in place
 lock: ## Resolve the dependencies anew and rewrite the locks (needs Python 3.11 and 3.12)
 	requirements/lock.sh
 
-demo: venv ## Run the demonstrations
-	$(BIN)/python examples/engine.py
-	@echo
+demo: venv ## Train a network on MNIST-1D by backpropagation and by Moonwalk
 	$(BIN)/python examples/demo.py
 
 bench-engine: venv ## Measure the engine beside backpropagation and checkpointing

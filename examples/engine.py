@@ -4,7 +4,7 @@ A dense stem, 32 orthogonal layers with MaxMin under one `scan`, and a linear he
 layers are free matrices; a QR makes them orthogonal, on the weight side, so that any optimiser may
 move them. Memory is what XLA allocates for temporaries; both programs are compiled, and both run.
 
-Run it with `make demo`.
+Run it with `python examples/engine.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 or `make fig4 DATA=...`. `models.residual_cnn` with free, triangular and diagonal pivots, some seeds
 each, by the library's training loop: an epoch is one program over examples that stay on the device.
-Training needs JAX, Equinox and optax alone, the picture Matplotlib. Each run is written to the file as soon
-as it is done; started again with the same arguments, what is there is skipped.
+Training needs JAX, Equinox and optax alone, the picture Matplotlib. Each run is written to the file as
+soon as it is done; started again with the same arguments, what is there is skipped.
 """
 
 from __future__ import annotations

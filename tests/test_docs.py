@@ -36,9 +36,9 @@ def test_the_examples_of_a_page(tmp_path, page, count):
     assert done.stdout == "".join(expected), done.stderr
 
 
-def test_the_demo():
+def test_the_walk_by_hand():
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True
+        [sys.executable, ROOT / "examples" / "by_hand.py"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     errors = [float(e) for e in re.findall(r"\d+e-\d+", done.stdout)]

@@ -3,6 +3,8 @@
 Nothing is downloaded: MNIST-1D is generated, the others are read from files that the user names.
 """
 
+from . import cifar as cifar
+from . import fashion as fashion
 from .batching import batches as batches
 from .batching import indices as indices
 from .cifar import cifar10 as cifar10

@@ -7,6 +7,7 @@ from .augment import crop as crop
 from .augment import flip as flip
 from .augment import flip_and_crop as flip_and_crop
 from .checkpoints import Checkpoints as Checkpoints
+from .curves import Log as Log
 from .curves import plot as plot
 from .curves import read_csv as read_csv
 from .curves import write_csv as write_csv

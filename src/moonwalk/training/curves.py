@@ -17,25 +17,47 @@ COLUMNS = tuple(f.name for f in fields(Record))
 def write_csv(path: str | Path, records: Sequence[Record]) -> None:
     """One line per step; the file is replaced as a whole."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for record in records:
-            writer.writerow({k: "" if v is None else repr(v) for k, v in asdict(record).items()})
+        csv.writer(file).writerow(COLUMNS)
+        csv.writer(file).writerows(map(_cells, records))
     partial.replace(path)
 
 
 def read_csv(path: str | Path) -> list[Record]:
-    """What `write_csv` wrote; nothing where there is no file."""
+    """What `write_csv` or a `Log` wrote, but for a torn last line; nothing where there is no file."""
     path = Path(path)
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [
-            Record(int(row["step"]), *(float(row[c]) if row[c] else None for c in COLUMNS[1:]))  # type: ignore[arg-type]
-            for row in csv.DictReader(file)
-        ]
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    return [
+        Record(int(row["step"]), *(float(row[c]) if row[c] else None for c in COLUMNS[1:]))  # type: ignore[arg-type]
+        for row in csv.DictReader(whole)
+    ]
+
+
+class Log:
+    """A CSV file that grows by a line per step, and goes on where a resumed run does.
+
+    **Arguments:**
+
+    - `path`: of the file.
+    - `until`: the step that a run resumes after; later lines are of steps that are taken again.
+    """
+
+    def __init__(self, path: str | Path, until: int = 0):
+        self.records = [r for r in read_csv(path) if r.step <= until]
+        self.path = Path(path)
+        write_csv(path, self.records)
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow(_cells(record))
+
+
+def _cells(record: Record) -> list[str]:
+    return ["" if v is None else repr(v) for v in asdict(record).values()]
 
 
 def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping[str, int]) -> None:
@@ -61,7 +83,8 @@ def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping
         axes[1].plot(
             [r.step for r in tested], [r.test_accuracy for r in tested], marker="o", ms=3, **look
         )
-    axes[0].set(title="loss of the batch", xlabel="step", yscale="log")
+    axes[0].set(title="loss of the batch", xlabel="step")
+    axes[0].set_ylim(bottom=0)
     axes[0].legend(frameon=False)
     axes[1].set(title="accuracy (dots: test examples)", xlabel="step", ylim=(0, 1))
     mib = [size / 2**20 for size in memory.values()]

@@ -1,0 +1,3 @@
+"""The command line, `moonwalk`."""
+
+from .entry import main as main

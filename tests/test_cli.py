@@ -1,0 +1,144 @@
+"""The command line: what it trains and leaves, what it says to wrong names, what it needs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moonwalk import cli, training
+from moonwalk.cli import entry
+
+testing = pytest.importorskip("typer.testing")
+pytest.importorskip("orbax.checkpoint")
+
+SMALL = "--model conv1d_cnn --set width=4 --set depth=2 --batch 32 --evaluate-every 3 --checkpoint-every 2".split()
+
+
+def run(*arguments):
+    from moonwalk.cli.app import app
+
+    return testing.CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def losses(folder):
+    return [(r.step, r.loss, r.test_accuracy) for r in training.read_csv(folder / "curves.csv")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of seven steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = run("train", *SMALL, "--steps", 7, "--out", folder)
+    assert done.exit_code == 0, done.output
+    return folder, done.output
+
+
+def test_a_run_says_what_it_does(whole):
+    folder, output = whole
+    words = " ".join(output.split())
+    assert (
+        "conv1d_cnn on MNIST-1D: 4,000 training and 1,000 test examples; moonwalk, adam, 7 steps"
+        in words
+    )
+    assert "temporaries of a step: " in words and "by backpropagation" in words
+    assert [s for s, _, accuracy in losses(folder) if accuracy is not None] == [3, 6, 7]
+    assert "step 3: loss" in words and "step 7: loss" in words and "test accuracy" in words
+
+
+def test_a_run_leaves_curves_a_picture_and_its_settings(whole):
+    folder, _ = whole
+    assert [s for s, _, _ in losses(folder)] == list(range(1, 8))
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    about = json.loads((folder / "run.json").read_text())
+    assert about["settings"]["model settings"] == {"width": 4, "depth": 2}
+    assert set(about["temporaries"]) == {"backprop", "moonwalk"}
+    assert about["last"]["step"] == 7
+
+
+def test_a_resumed_run_has_the_curves_of_a_whole_one(whole, tmp_path):
+    assert run("train", *SMALL, "--steps", 5, "--out", tmp_path, "--no-compare-memory").exit_code == 0
+    with (tmp_path / "curves.csv").open("a") as file:
+        file.write("6,1.0,1.0,0.0,1.0,,\n7,2.")  # steps that no checkpoint has, and a torn line
+    done = run("train", *SMALL, "--steps", 7, "--out", tmp_path, "--resume", "--no-compare-memory")
+    assert done.exit_code == 0 and "resumed after step 5" in done.output
+    found = losses(tmp_path)
+    assert [(s, loss) for s, loss, _ in found] == [(s, loss) for s, loss, _ in losses(whole[0])]
+    assert found[-1] == losses(whole[0])[-1]
+
+
+def test_a_folder_that_is_taken(whole):
+    folder, _ = whole
+    done = run("train", *SMALL, "--steps", 9, "--out", folder)
+    assert done.exit_code == 1
+    assert "has checkpoints already, the last after step 7: resume that run (--resume)" in done.output
+    done = run("train", *SMALL, "--steps", 9, "--out", folder, "--resume", "--rate", 0.1)
+    assert done.exit_code == 1 and "rate: 0.001 there, 0.1 here" in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [
+        ("--model", "conv1d-cn", "unknown model 'conv1d_cn'; did you mean 'conv1d_cnn'? There are: "),
+        ("--data", "fashion_mnst", "unknown data set 'fashion_mnst'; did you mean 'fashion-mnist'?"),
+        (
+            "--method",
+            "monwalk",
+            "unknown method 'monwalk'; did you mean 'moonwalk'? There are: backprop, ",
+        ),
+        ("--optimizer", "adamm", "unknown optimizer 'adamm'; did you mean 'adam'?"),
+        ("--schedule", "cosin", "unknown schedule 'cosin'; did you mean 'cosine'?"),
+        ("--on-inexact", "raise", "unknown choice 'raise'. There are: stop, replan"),
+        ("--set", "width", "expected name=value, got 'width'"),
+    ],
+)
+def test_wrong_names_get_the_nearest(option, given, said, tmp_path):
+    done = run("train", *SMALL, option, given, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            "--data fashion-mnist",
+            "fashion-mnist is read from --data-path, which is not given. Fashion-MNIST comes",
+        ),
+        ("--data cifar10 --data-path nowhere", "there is no file or folder nowhere"),
+        ("--data nowhere.npz", "there is no file nowhere.npz"),
+        ("--set widht=3", "--set: conv1d_cnn() got an unexpected keyword argument 'widht'"),
+        ("--steps-per-call 3", "checkpoint_every must be a multiple of steps_per_call=3, got 2"),
+        (
+            "--optimizer sgd --rate 1e30 --method backprop",
+            "the loss is nan. Nothing of this step was applied.",
+        ),
+    ],
+)
+def test_what_cannot_be_trained(options, said, tmp_path):
+    done = run("train", *SMALL, *options.split(), "--out", tmp_path, "--no-compare-memory")
+    assert done.exit_code == 1
+    assert said in " ".join(done.output.split())
+
+
+def test_help_and_version():
+    assert "train" in run("--help").output
+    for word in ("--model", "--resume", "--on-inexact", "moonwalk-checkpoint"):
+        assert word in run("train", "--help").output
+    assert run("--version").output.strip()
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr(entry, "find_spec", lambda name: None if name in ("typer", "orbax") else name)
+    with pytest.raises(
+        SystemExit,
+        match=r"needs typer, orbax, which is not installed: pip install 'moonwalk-jax\[cli\]'",
+    ):
+        cli.main([])
+
+
+def test_the_module_is_the_script():
+    done = subprocess.run(
+        [sys.executable, "-m", "moonwalk.cli", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("Usage: moonwalk")
