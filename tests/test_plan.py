@@ -358,6 +358,7 @@ def unet(p, x):
 UNET = {"down": ORTHOGONAL[:3], "middle": ORTHOGONAL[3], "up": ORTHOGONAL[4:7]}
 
 
+@pytest.mark.slow  # test_memory.py has a larger one
 def test_a_unet_keeps_at_most_what_its_plan_says():
     """By XLA's own account, at a size where activations outweigh everything else."""
     x = jax.ShapeDtypeStruct((2**15, WIDTH), jnp.float64)
