@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax import lax
 
 from . import bodies, chain, compat, fragments, graph, scans, trunk
@@ -618,6 +619,7 @@ def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list
         return None
     result: list[Values] = []
     stacked = body.counts.stacked
+    side: Any = None
     for env in envs:
         outer = [v.val if hasattr(v, "val") else env.get(v) for v in eqn.invars]
         for layer in range(eqn.params["length"]):
@@ -626,11 +628,37 @@ def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list
                 carried = body.counts.consts <= i < stacked
                 if a is not None and not carried and i not in body.volatile:
                     inner[v] = a[layer] if i >= stacked else a
-            for e in (*body.trunk.data_side, *body.trunk.weight_side):
-                if not compat.has_effects(e) and all(hasattr(v, "val") or v in inner for v in e.invars):
-                    graph.run([e], inner)
-            result.append(inner)
+            side = side or _Side(body, inner)
+            result.append(side.run(inner))
     return result
+
+
+class _Side:
+    """What a body computes beside its trunk, from what is known: one program for all layers."""
+
+    def __init__(self, body: Body, known: Values):
+        self.given, self.eqns = list(known), []
+        seen = set(known)
+        for e in (*body.trunk.data_side, *body.trunk.weight_side):
+            if not compat.has_effects(e) and all(hasattr(v, "val") or v in seen for v in e.invars):
+                self.eqns.append(e)
+                seen.update(e.outvars)
+        self.made = [v for e in self.eqns for v in e.outvars]
+
+        @jax.jit
+        def program(values: Sequence[Any]) -> list[Any]:
+            env = dict(zip(self.given, values, strict=True))
+            graph.run(self.eqns, env)
+            return [env[v] for v in self.made]
+
+        self.program = program
+
+    def run(self, known: Values) -> Values:
+        """`known`, and what follows from it."""
+        if not self.eqns:
+            return known
+        made = self.program([known[v] for v in self.given])
+        return {**known, **dict(zip(self.made, made, strict=True))}
 
 
 def is_worth_hoisting(step: ScanStep) -> bool:
