@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-import moonwalk as mw
 from moonwalk import nn
 
 BOUNDED = 2.125  # the gain of a diagonal, or of slopes, between r and 4r: (1 + 1/16) / (2/4)
@@ -252,7 +251,7 @@ def dense_layer(key):
 
 
 def stacked(layer, x):
-    for w in mw.nn.orthogonal(layer.layer[0].raw):
+    for w in layer.layer[0].weight:  # that of a stack is the stack of weights
         orthonormal(w)
 
 
