@@ -21,7 +21,8 @@ def small(name, **settings):
     make, shape, defaults = {
         "pyramid": (models.pyramid_cnn, (16, 16, 3), dict(width=4)),
         "signal": (models.conv1d_cnn, (24, 1), dict(width=4, depth=3)),
-        "residual": (models.residual_cnn, (8, 8, 1), dict(widths=(4, 8), halved=(1,))),
+        "residual": (models.residual_cnn, (8, 8, 1), dict(widths=(4,), halved=(0,))),
+        "residual of two blocks": (models.residual_cnn, (8, 8, 1), dict(widths=(4, 8), halved=(1,))),
     }[name]
     return make(shape, 5, key=KEY, **{**defaults, **settings}), normal(2, *shape)
 
@@ -46,6 +47,7 @@ def differentiated(model, x):
         slow("signal", "diagonal"),
         ("signal", "lower"),
         ("residual", "lower"),
+        slow("residual of two blocks", "lower"),
         slow("residual", "diagonal"),
         slow("residual", None),
     ],

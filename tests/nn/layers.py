@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-import moonwalk as mw
 from moonwalk import nn
 
 BOUNDED = 2.125  # the gain of a diagonal, or of slopes, between r and 4r: (1 + 1/16) / (2/4)
@@ -76,7 +75,7 @@ def lower_triangular(w):
 ORTHOGONAL = dict(gain=1.0, holds=lambda layer, x: orthonormal(layer.weight))
 row("Linear", part(nn.Linear, 6, 6), (3, 4, 6), **ORTHOGONAL)
 row("Linear, contracting", part(nn.Linear, 6, 4), (3, 6), **ORTHOGONAL, slow=True)
-row("Linear, expanding", part(nn.Linear, 6, 8), (3, 6), "fragment", **ORTHOGONAL)
+row("Linear, expanding", part(nn.Linear, 6, 8), (3, 6), "fragment", **ORTHOGONAL, slow=True)
 row(
     "Linear, lower",
     part(nn.Linear, 6, 5, "lower", use_bias=False),
@@ -85,7 +84,7 @@ row(
     holds=lambda layer, x: lower_triangular(layer.weight),
     slow=True,
 )
-row("Linear, free", part(nn.Linear, 6, 5, "free"), (3, 6), traced="anchor")
+row("Linear, free", part(nn.Linear, 6, 5, "free"), (3, 6), traced="anchor", slow=True)
 
 # --- convolutions with a pivot --------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ conv(
     traced="fragment",  # of nothing: the gain of a declared triangle is assumed, and certified
 )
 # Windows in an order: no promise after training.
-conv("Conv1d, in order", nn.Conv1d, (4, 4, 5, 3, 1), (2, 28, 4), (1,), traced="fragment")
+conv("Conv1d, in order", nn.Conv1d, (4, 4, 5, 3, 1), (2, 28, 4), (1,), traced="fragment", slow=True)
 conv("Conv1d, valid", nn.Conv1d, (4, 4, 3, 2, "VALID"), (2, 17, 4), (0,), traced="fragment", slow=True)
 conv(
     "Conv1d, in order from the end",
@@ -154,7 +153,7 @@ conv(
 # No pivot along the whole axis: spans.
 conv("Conv1d, same", nn.Conv1d, (4, 4, 3, 1, 1), (2, 16, 4), (0,), "fragment", structure="lower")
 conv("Conv1d, circular", nn.Conv1d, (4, 4, 3, 1, "CIRCULAR"), (2, 16, 4), (0,), "fragment", slow=True)
-conv("Conv2d, same", nn.Conv2d, (3, 3, 3, 1, "SAME"), (1, 12, 12, 3), (0, 0), "fragment")
+conv("Conv2d, same", nn.Conv2d, (3, 3, 3, 1, "SAME"), (1, 12, 12, 3), (0, 0), "fragment", slow=True)
 conv(
     "Conv2d, circular", nn.Conv2d, (3, 3, 3, 1, "CIRCULAR"), (1, 8, 8, 3), (0, 0), "fragment", slow=True
 )
@@ -172,6 +171,7 @@ row(
     (2, 3, 3, 3),
     "fragment",
     traced="anchor",
+    slow=True,
 )
 
 
@@ -251,7 +251,7 @@ def dense_layer(key):
 
 
 def stacked(layer, x):
-    for w in mw.nn.orthogonal(layer.layer[0].raw):
+    for w in layer.layer[0].weight:  # that of a stack is the stack of weights
         orthonormal(w)
 
 

@@ -33,17 +33,17 @@ def single(tree):
 def check_identical_parameters(use_bias):
     """300 steps of Adam in float32: h' is h at the pivots, times powers of two, so nothing is rounded."""
     model = models.pyramid_cnn(
-        (16, 16, 2),
+        (12, 12, 2),
         3,
         key=jax.random.key(0),
-        width=6,
-        depth=3,
+        width=4,
+        depth=2,
         pivot="identity",
         slope=1 / 4,
         use_bias=use_bias,
     )
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    params, (x, labels) = single(params), data((16, 16, 2), 3)
+    params, (x, labels) = single(params), data((12, 12, 2), 3)
     optimizer = optax.adam(np.float32(3e-3))
 
     def loss(p, x, labels):

@@ -84,8 +84,9 @@ class Linear(eqx.Module):
 
     def _weight(self, raw: Float[Array, "n m"]) -> Float[Array, "n m"]:
         if self.kind == "orthogonal":
-            n, m = raw.shape
-            return constraints.orthogonal(raw) if m <= n else constraints.orthogonal(raw.T).T
+            if raw.shape[-1] <= raw.shape[-2]:
+                return constraints.orthogonal(raw)
+            return jnp.swapaxes(constraints.orthogonal(jnp.swapaxes(raw, -1, -2)), -1, -2)
         return constraints.lower(raw, scale=1.0) if self.kind == "lower" else raw
 
     def __call__(
