@@ -41,7 +41,8 @@ class IsometricStack(nnx.Module):
     """x ↦ shift(MaxMin(x Q_i + b_i)) for i = 1 … depth, with Q_i = orthogonal(raw_i)."""
 
     def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs):
-        self.raw = nnx.Param(jax.random.normal(rngs.params(), (depth, width, width)))
+        # Well conditioned to begin with, so that the derivative of the QR is, too.
+        self.raw = nnx.Param(jax.random.orthogonal(rngs.params(), width, shape=(depth,)))
         self.bias = nnx.Param(jnp.zeros((depth, width)))
 
     def __call__(self, x: Array) -> Array:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 
 from moonwalk import cli, training
 from moonwalk.cli import entry
@@ -25,54 +26,57 @@ def losses(folder):
     return [(r.step, r.loss, r.test_accuracy) for r in training.read_csv(folder / "curves.csv")]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of seven steps."""
+@pytest.fixture(scope="module", params=["backprop", slow("moonwalk")])
+def whole(request, tmp_path_factory):
+    """A run of seven steps: its method, its folder, what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    done = run("train", *SMALL, "--steps", 7, "--out", folder)
+    done = run("train", *SMALL, "--method", request.param, "--steps", 7, "--out", folder)
     assert done.exit_code == 0, done.output
-    return folder, done.output
+    return request.param, folder, " ".join(done.output.split())
 
 
 def test_a_run_says_what_it_does(whole):
-    folder, output = whole
-    words = " ".join(output.split())
+    method, folder, words = whole
     assert (
-        "conv1d_cnn on MNIST-1D: 4,000 training and 1,000 test examples; moonwalk, adam, 7 steps"
+        f"conv1d_cnn on MNIST-1D: 4,000 training and 1,000 test examples; {method}, adam, 7 steps"
         in words
     )
-    assert "temporaries of a step: " in words and "by backpropagation" in words
+    assert "temporaries of a step: " in words
+    assert ("by backpropagation" in words) == (method == "moonwalk")
     assert [s for s, _, accuracy in losses(folder) if accuracy is not None] == [3, 6, 7]
     assert "step 3: loss" in words and "step 7: loss" in words and "test accuracy" in words
 
 
 def test_a_run_leaves_curves_a_picture_and_its_settings(whole):
-    folder, _ = whole
+    method, folder, _ = whole
     assert [s for s, _, _ in losses(folder)] == list(range(1, 8))
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
     about = json.loads((folder / "run.json").read_text())
     assert about["settings"]["model settings"] == {"width": 4, "depth": 2}
-    assert set(about["temporaries"]) == {"backprop", "moonwalk"}
+    assert set(about["temporaries"]) == {"backprop", method}
     assert about["last"]["step"] == 7
 
 
 def test_a_resumed_run_has_the_curves_of_a_whole_one(whole, tmp_path):
-    assert run("train", *SMALL, "--steps", 5, "--out", tmp_path, "--no-compare-memory").exit_code == 0
+    method, folder, _ = whole
+    options = [*SMALL, "--method", method, "--out", tmp_path, "--no-compare-memory"]
+    assert run("train", *options, "--steps", 5).exit_code == 0
     with (tmp_path / "curves.csv").open("a") as file:
         file.write("6,1.0,1.0,0.0,1.0,,\n7,2.")  # steps that no checkpoint has, and a torn line
-    done = run("train", *SMALL, "--steps", 7, "--out", tmp_path, "--resume", "--no-compare-memory")
+    done = run("train", *options, "--steps", 7, "--resume")
     assert done.exit_code == 0 and "resumed after step 5" in done.output
-    found = losses(tmp_path)
-    assert [(s, loss) for s, loss, _ in found] == [(s, loss) for s, loss, _ in losses(whole[0])]
-    assert found[-1] == losses(whole[0])[-1]
+    found, truth = losses(tmp_path), losses(folder)
+    assert [row[:2] for row in found] == [row[:2] for row in truth]
+    assert found[-1] == truth[-1]
 
 
 def test_a_folder_that_is_taken(whole):
-    folder, _ = whole
-    done = run("train", *SMALL, "--steps", 9, "--out", folder)
+    method, folder, _ = whole
+    options = [*SMALL, "--method", method, "--steps", 9, "--out", folder, "--no-compare-memory"]
+    done = run("train", *options)
     assert done.exit_code == 1
     assert "has checkpoints already, the last after step 7: resume that run (--resume)" in done.output
-    done = run("train", *SMALL, "--steps", 9, "--out", folder, "--resume", "--rate", 0.1)
+    done = run("train", *options, "--resume", "--rate", 0.1)
     assert done.exit_code == 1 and "rate: 0.001 there, 0.1 here" in done.output
 
 

@@ -348,7 +348,7 @@ def test_it_needs_numpy_alone(tmp_path):
     code = (
         "import sys\n"
         "for name in ('PIL', 'typer', 'rich', 'orbax', 'matplotlib', 'flax'): sys.modules[name] = None\n"
-        "from moonwalk import data\n"
+        "from moonwalk import data, training\n"
         "assert data.mnist1d(examples=20).train_x.shape == (16, 40, 1)\n"
         "try: data.image_folder(sys.argv[1], 'cats')\n"
         "except ImportError as error: print(error)\n"

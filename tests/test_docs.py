@@ -60,6 +60,38 @@ def test_the_demo_of_the_engine():
     assert max(errors) <= 1e-4
 
 
+def example(name, *arguments, cwd=ROOT):
+    """What an example prints, in float32 and as a user's compiler makes it."""
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_ENABLE_X64", "XLA_FLAGS")}
+    command = [sys.executable, ROOT / "examples" / name, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo(tmp_path):
+    text = example("demo.py", "--steps", "40", "--batch", "64", "--depth", "16", cwd=tmp_path)
+    backprop, moonwalk = (float(m) for m in re.findall(r"([\d.]+) MiB", text))
+    assert moonwalk <= backprop / 4
+    off = [float(e) for e in re.findall(r"\d+e-\d+", text)]
+    assert len(off) == 4 and max(off) <= 1e-4
+    losses = [float(m) for m in re.findall(r"│ (?:backprop|moonwalk) │ ([\d.]+)", text)]
+    assert len(losses) == 2 and max(losses) < 2.2
+    assert (tmp_path / "build" / "demo.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_example_of_flax():
+    pytest.importorskip("flax.nnx")
+    text = example("flax_nnx.py", "--steps", "40", "--depth", "4")
+    assert int(re.search(r"(\d+) blocks walked", text)[1]) > 5
+    errors = [float(e) for e in re.findall(r"\d+e-\d+", text)]
+    assert len(errors) == 3 and max(errors) <= 1e-4
+    first, last = (float(m) for m in re.findall(r"loss ([\d.]+)", text))
+    assert last < first - 0.3
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):

@@ -123,7 +123,9 @@ def fit(
         trainer.state = saved.state
 
     memory = trainer.memory(steps_per_call)
-    backprop = trainer.memory(steps_per_call, BACKPROP) if compare_memory else None
+    backprop = None
+    if compare_memory:
+        backprop = memory if trainer.is_backprop else trainer.memory(steps_per_call, BACKPROP)
     if on_start is not None:
         on_start(step, memory, backprop)
     records: list[Record] = []
@@ -197,9 +199,13 @@ class _Trainer:
         self.current: Plan | None = None
         self.tolerance = float("inf")
 
+    @property
+    def is_backprop(self) -> bool:
+        return isinstance(self.method, str) and self.method == BACKPROP
+
     def plan(self, params: Any, step: int, attempt: int, measure: bool) -> None:
         """Decide how to differentiate: at `params`, with the batch of `step`."""
-        if self.method == BACKPROP:
+        if self.is_backprop:
             return
         self.programs.clear()
         settings, planned = self.method, None
