@@ -22,7 +22,12 @@ from .coupling import Coupling as Coupling
 from .coupling import couple as couple
 from .coupling import uncouple as uncouple
 from .dense import Linear as Linear
+from .isometries import Downsample as Downsample
+from .isometries import OrthogonalConv1d as OrthogonalConv1d
+from .isometries import OrthogonalConv2d as OrthogonalConv2d
 from .norm import GroupNorm as GroupNorm
+from .paraunitary import paraunitary_init as paraunitary_init
+from .paraunitary import paraunitary_kernel as paraunitary_kernel
 from .patches import Patchify as Patchify
 from .pooling import GlobalMax as GlobalMax
 from .pooling import GlobalMean as GlobalMean
