@@ -110,7 +110,9 @@ def conv(name, cls, args, shape, tap, mode="walk", structure="diagonal", groups=
 
 # All windows at once: the pivot is divided by, and nothing mixes.
 conv("Conv2d", nn.Conv2d, (4, 4, 3, 2, 1), (2, 7, 6, 4), (1, 1), gain=BOUNDED)
-conv("Conv2d, groups", nn.Conv2d, (6, 4, 3, 2, 1), (2, 7, 7, 6), (1, 1), groups=2, gain=BOUNDED)
+conv(
+    "Conv2d, groups", nn.Conv2d, (6, 4, 3, 2, 1), (2, 7, 7, 6), (1, 1), groups=2, gain=BOUNDED, slow=True
+)
 conv(
     "Conv2d, depthwise",
     nn.Conv2d,
@@ -282,7 +284,7 @@ row("MeanPool", fixed(nn.MeanPool, 2), (2, 4, 5, 3), **PLAIN)
 row("MeanPool, orthonormal", fixed(nn.MeanPool, 2, 1, orthonormal=True), (2, 6, 3), **PLAIN, slow=True)
 row("MaxPool", fixed(nn.MaxPool, 2), (2, 4, 4, 3), **PLAIN)
 row("GlobalMean", fixed(nn.GlobalMean), (2, 3, 3, 4), **PLAIN)
-row("GlobalMax", fixed(nn.GlobalMax), (2, 3, 3, 4), **PLAIN)
+row("GlobalMax", fixed(nn.GlobalMax), (2, 3, 3, 4), **PLAIN, slow=True)
 row("Unshuffle", fixed(nn.Unshuffle, 2), (2, 4, 6, 3), **PLAIN)
 row("GroupNorm", fixed(nn.GroupNorm, 2, 6), (2, 4, 4, 6), "fragment", traced="anchor")
 

@@ -222,7 +222,7 @@ REFUSED = {
     ),
     "dense features": (
         lambda: nn.Linear(3, 4, key=KEY)(normal(2, 4)),
-        r"takes 3 features along the last axis.*\(2, 4\)",
+        r"Linear: takes arrays \[..., 3\], channels last, got the shape \(2, 4\)",
     ),
     "causal expands": (
         lambda: nn.CausalConv1d(3, 4, 3, key=KEY),
@@ -234,7 +234,7 @@ REFUSED = {
     ),
     "causal channels": (
         lambda: nn.CausalConv1d(3, 3, 3, key=KEY)(normal(8, 4)),
-        r"takes arrays \[..., n, 3\]",
+        r"takes arrays \[..., size, 3\]",
     ),
     "patch": (
         lambda: nn.Patchify(3, 13, 2, key=KEY),
@@ -273,6 +273,18 @@ def test_bad_arguments(name):
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(3, 3, 3, key=KEY), nn.Linear(3, 3, key=KEY), nn.MaxPool(2)],
+    ids=lambda m: type(m).__name__,
+)
+def test_images_in_bytes(layer):
+    with pytest.raises(
+        TypeError, match=r"takes floating-point arrays, got uint8; scale images.*x / 255"
+    ):
+        layer(jnp.zeros((4, 4, 3), jnp.uint8))
 
 
 def test_what_is_no_layer():

@@ -13,11 +13,11 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from ..declare import declare
 from . import constraints
+from .inputs import checked, convolve
 
 
 class CausalConv1d(eqx.Module):
@@ -90,22 +90,7 @@ class CausalConv1d(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch n c"], *, key: Array | None = None
     ) -> Float[Array, "*batch n out"]:
-        if x.ndim < 2 or x.shape[-1] != self.raw.shape[1]:
-            raise ValueError(
-                f"CausalConv1d: takes arrays [..., n, {self.raw.shape[1]}], channels last, got the "
-                f"shape {x.shape}"
-            )
+        checked("CausalConv1d", x, 1, self.raw.shape[1])
         w = self._kernel(self.raw.astype(x.dtype), self.raw_pivot.astype(x.dtype))
-        batch = x.shape[:-2]
-        flat = x if len(batch) == 1 else x.reshape((-1, *x.shape[-2:]))
-        y = lax.conv_general_dilated(
-            flat,
-            w,
-            (1,),
-            [(self.dilation * self.raw.shape[0], 0)],
-            rhs_dilation=(self.dilation,),
-            dimension_numbers=("NWC", "WIO", "NWC"),
-        )
-        if len(batch) != 1:
-            y = y.reshape((*batch, *y.shape[1:]))
-        return y if self.bias is None else y + self.bias.astype(x.dtype)
+        y = convolve(x, w, (1,), ((self.dilation * self.raw.shape[0], 0),), (self.dilation,))
+        return y if self.bias is None else y + self.bias.astype(y.dtype)

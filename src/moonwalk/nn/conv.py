@@ -24,11 +24,11 @@ from jaxtyping import Array, Float
 from ..rules.spans import declared_tap
 from ..rules.windows import Axis
 from . import constraints
+from .inputs import checked, convolve
 
 Size = int | Sequence[int]
 Padding = int | str | Sequence[int] | Sequence[tuple[int, int]]
 NAMED = ("SAME", "VALID", "CIRCULAR")
-SPATIAL = "DHW"
 
 
 def pivot_taps(
@@ -103,7 +103,7 @@ class Conv(eqx.Module):
             raise ValueError(
                 f"{self._name}: unknown pivot {pivot!r}; choose one of {', '.join(constraints.PIVOTS)}"
             )
-        if in_channels % groups or out_channels % groups:
+        if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"{self._name}: {in_channels} -> {out_channels} channels do not divide into "
                 f"{groups} groups"
@@ -176,33 +176,14 @@ class Conv(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
     ) -> Float[Array, "*batch_and_size out"]:
-        channels = self.groups * self.raw.shape[-2]
-        if x.ndim < self.dims + 1 or x.shape[-1] != channels:
-            raise ValueError(
-                f"{self._name}: takes arrays [..., {'size, ' * self.dims}{channels}], channels last, "
-                f"got the shape {x.shape}"
-            )
-        batch, size = x.shape[: -self.dims - 1], x.shape[-self.dims - 1 : -1]
-        pads = self._pads(size)
-        w = self.kernel(size, x.dtype)
-        if len(batch) != 1:
-            x = x.reshape((-1, *x.shape[len(batch) :]))
+        size = checked(self._name, x, self.dims, self.groups * self.raw.shape[-2])
+        w, pads = self.kernel(size, x.dtype), self._pads(size)
         if self.padding == "CIRCULAR":
-            x = jnp.pad(x, ((0, 0), *pads, (0, 0)), mode="wrap")
+            leading = ((0, 0),) * (x.ndim - self.dims - 1)
+            x = jnp.pad(x, (*leading, *pads, (0, 0)), mode="wrap")
             pads = ((0, 0),) * self.dims
-        letters = SPATIAL[-self.dims :]
-        y = lax.conv_general_dilated(
-            x,
-            w,
-            self.stride,
-            pads,
-            rhs_dilation=self.dilation,
-            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
-            feature_group_count=self.groups,
-        )
-        if len(batch) != 1:
-            y = y.reshape((*batch, *y.shape[1:]))
-        return y if self.bias is None else y + self.bias.astype(x.dtype)
+        y = convolve(x, w, self.stride, pads, self.dilation, self.groups)
+        return y if self.bias is None else y + self.bias.astype(y.dtype)
 
 
 def _std(m: int, out: int, taps: int, pivot: str, total: float) -> float:

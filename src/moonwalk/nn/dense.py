@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from . import constraints
+from .inputs import checked
 
 KINDS = ("orthogonal", "lower", "free")
 
@@ -92,11 +93,7 @@ class Linear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch n"], *, key: Array | None = None
     ) -> Float[Array, "*batch m"]:
-        if x.ndim == 0 or x.shape[-1] != self.raw.shape[0]:
-            raise ValueError(
-                f"Linear: takes {self.raw.shape[0]} features along the last axis, got the shape "
-                f"{x.shape}"
-            )
+        checked("Linear", x, 0, self.raw.shape[0])
         if self.kind == "orthogonal":
             # Rounded to half precision a weight is orthogonal no more: the product is rounded instead.
             y = (x @ self.weight.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .. import compat
+from .inputs import checked
 
 
 class GroupNorm(eqx.Module):
@@ -37,11 +38,7 @@ class GroupNorm(eqx.Module):
         self.groups, self.dims, self.eps = groups, dims, eps
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
-        if x.ndim < self.dims + 1 or x.shape[-1] != self.scale.size:
-            raise ValueError(
-                f"GroupNorm: takes arrays [..., {'size, ' * self.dims}{self.scale.size}], channels "
-                f"last, got the shape {x.shape}"
-            )
+        checked("GroupNorm", x, self.dims, self.scale.size)
         grouped = x.reshape((*x.shape[:-1], self.groups, -1)).astype(compat.working_dtype(x.dtype))
         axes = (*range(-2 - self.dims, -2), -1)
         centred = grouped - jnp.mean(grouped, axes, keepdims=True)

@@ -7,14 +7,13 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from ..declare import declare
 from . import constraints
+from .inputs import checked, convolve
 
 KINDS = ("orthogonal", "free")
-SPATIAL = "DHW"
 
 
 class Patchify(eqx.Module):
@@ -91,29 +90,9 @@ class Patchify(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
     ) -> Float[Array, "*batch_and_size out"]:
-        d, channels = self.dims, self.raw.shape[0] // self.patch**self.dims
-        if x.ndim < d + 1 or x.shape[-1] != channels:
-            raise ValueError(
-                f"Patchify: takes arrays [..., {'size, ' * d}{channels}], channels last, got the shape "
-                f"{x.shape}"
-            )
-        batch, dtype = x.shape[: -d - 1], x.dtype
-        w = self.kernel
-        if self.kind == "orthogonal":
-            # Rounded to half precision a weight is orthogonal no more: the product is rounded instead.
-            w = w.astype(jnp.promote_types(dtype, jnp.float32))
-        else:
-            w = w.astype(dtype)
-        if len(batch) != 1:
-            x = x.reshape((-1, *x.shape[len(batch) :]))
-        letters = SPATIAL[-d:]
-        y = lax.conv_general_dilated(
-            x.astype(w.dtype),
-            w,
-            (self.patch,) * d,
-            "VALID",
-            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
-        ).astype(dtype)
-        if len(batch) != 1:
-            y = y.reshape((*batch, *y.shape[1:]))
-        return y if self.bias is None else y + self.bias.astype(dtype)
+        checked("Patchify", x, self.dims, self.raw.shape[0] // self.patch**self.dims)
+        # Rounded to half precision a weight is orthogonal no more: the product is rounded instead.
+        wide = jnp.promote_types(x.dtype, jnp.float32) if self.kind == "orthogonal" else x.dtype
+        stride, none = (self.patch,) * self.dims, ((0, 0),) * self.dims
+        y = convolve(x.astype(wide), self.kernel.astype(wide), stride, none).astype(x.dtype)
+        return y if self.bias is None else y + self.bias.astype(y.dtype)

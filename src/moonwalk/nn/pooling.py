@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
+
+from .inputs import checked
 
 
 class MeanPool(eqx.Module):
@@ -67,7 +68,7 @@ class GlobalMean(eqx.Module):
         self.dims = dims
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
-        _spatial("GlobalMean", x, self.dims)
+        checked("GlobalMean", x, self.dims)
         return jnp.mean(x, axis=tuple(range(-1 - self.dims, -1)))
 
 
@@ -80,7 +81,7 @@ class GlobalMax(eqx.Module):
         self.dims = dims
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
-        _spatial("GlobalMax", x, self.dims)
+        checked("GlobalMax", x, self.dims)
         return jnp.max(x, axis=tuple(range(-1 - self.dims, -1)))
 
 
@@ -105,7 +106,7 @@ class Unshuffle(eqx.Module):
         self.factor, self.dims = _window("Unshuffle", factor), dims
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
-        size, f, d = _spatial("Unshuffle", x, self.dims), self.factor, self.dims
+        size, f, d = checked("Unshuffle", x, self.dims), self.factor, self.dims
         if any(n % f for n in size):
             raise ValueError(
                 f"Unshuffle: a factor of {f} does not divide the spatial shape {tuple(size)}; pad or "
@@ -126,17 +127,8 @@ def _window(name: str, window: int) -> int:
     return window
 
 
-def _spatial(name: str, x: Array, dims: int) -> Sequence[int]:
-    if x.ndim < dims + 1:
-        raise ValueError(
-            f"{name}: takes arrays [..., {'size, ' * dims}channels], channels last, got the shape "
-            f"{x.shape}"
-        )
-    return x.shape[-1 - dims : -1]
-
-
 def _reduce(name: str, reducer: Any, start: float, x: Array, window: int, dims: int) -> Array:
-    _spatial(name, x, dims)
+    checked(name, x, dims)
     shape = (1,) * (x.ndim - dims - 1) + (window,) * dims + (1,)
     # A concrete start: JAX then knows which reduction it is, and its derivative.
     return lax.reduce_window(x, np.asarray(start, x.dtype), reducer, shape, shape, "VALID")

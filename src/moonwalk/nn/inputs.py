@@ -1,0 +1,54 @@
+"""What layers take: floating-point arrays with any leading axes, channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+SPATIAL = "DHW"
+
+
+def checked(name: str, x: Array, dims: int, channels: int | None = None) -> tuple[int, ...]:
+    """The spatial size of x[..., *size, channels]; or an error that says what is wrong with it."""
+    x_shape = jnp.shape(x)
+    if len(x_shape) < dims + 1 or channels not in (None, x_shape[-1]):
+        last = "channels" if channels is None else channels
+        raise ValueError(
+            f"{name}: takes arrays [..., {'size, ' * dims}{last}], channels last, got the shape "
+            f"{x_shape}"
+        )
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise TypeError(
+            f"{name}: takes floating-point arrays, got {jnp.result_type(x)}; scale images and the like "
+            "first, x / 255"
+        )
+    return x_shape[len(x_shape) - dims - 1 : -1]
+
+
+def convolve(
+    x: Float[Array, "*batch_and_size c"],
+    w: Float[Array, "*taps m out"],
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int] | None = None,
+    groups: int = 1,
+) -> Float[Array, "*batch_and_size out"]:
+    """A convolution with any leading axes, in one call of XLA's."""
+    dims = len(stride)
+    batch = x.shape[: x.ndim - dims - 1]
+    if len(batch) != 1:
+        x = x.reshape((-1, *x.shape[len(batch) :]))
+    letters = SPATIAL[-dims:]
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        stride,
+        padding,
+        rhs_dilation=dilation,
+        dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        feature_group_count=groups,
+    )
+    return y if len(batch) == 1 else y.reshape((*batch, *y.shape[1:]))
