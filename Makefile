@@ -16,7 +16,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments bench-isometric fig4 clean
+.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments bench-isometric bench-reversible fig4 clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -83,6 +83,10 @@ bench-fragments: venv ## Measure fragments of cotangents on the paper's 1D netwo
 bench-isometric: venv ## Train isometric networks of 100 and 1,000 layers on MNIST-1D
 	@mkdir -p build
 	$(BIN)/python results/isometric.py --out build/isometric.json
+
+bench-reversible: venv ## Measure a reversible transformer, inverted
+	@mkdir -p build
+	$(BIN)/python results/reversible.py --out build/reversible.json
 
 # DATA: a folder with the files of Fashion-MNIST, or another data set's (NAME=cifar10).
 NAME ?= fashion-mnist
