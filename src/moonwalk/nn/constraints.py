@@ -10,6 +10,7 @@ No step of an optimizer, however large, makes such a pivot singular.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -165,12 +166,14 @@ def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[A
     largest = jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True)
     size = lax.stop_gradient(jnp.where(largest > 0, largest, 1))  # the bound does not depend on it
     w = w / size
+    # In true float32 on every device: in TF32 it would bound a rounded matrix.
+    product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     transposed = jnp.swapaxes(w, -1, -2)
-    g = transposed @ w if w.shape[-2] >= w.shape[-1] else w @ transposed
+    g = product(transposed, w) if w.shape[-2] >= w.shape[-1] else product(w, transposed)
     least = jnp.finfo(w.dtype).eps ** 2  # of zeros there is a bound, and a derivative, too
     log_bound = jnp.zeros(w.shape[:-2], w.dtype)
     for i in range(squarings + 1):
-        g = g @ g if i else g
+        g = product(g, g) if i else g
         trace = jnp.trace(g, axis1=-2, axis2=-1) + least
         g = g / trace[..., None, None]
         log_bound = log_bound + jnp.log(trace) / 2 ** (i + 1)
