@@ -33,7 +33,15 @@ from ..fragments import Ask, Fragmental, Place
 from ..graph import Block
 from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 from . import pivot, separators, spans, windows
-from .kernels import Geometry, canonical, geometry_of, like_weight, structure_of, unsuited
+from .kernels import (
+    Geometry,
+    canonical,
+    declared_of,
+    geometry_of,
+    like_weight,
+    structure_of,
+    unsuited,
+)
 from .windows import Plan
 
 
@@ -90,6 +98,9 @@ class Convolution(Rule):
         plan = _plan(block)
         if isinstance(plan, Verdict):
             return plan
+        if declared_of(block) == "isometric" and not plan.parallel:
+            # Windows that share nothing but their outermost taps are orthogonal: W_0ᵀ W_{k-1} = 0.
+            return Verdict(None, "the kernel is declared isometric: its outermost taps are no pivots")
         return Verdict(True, f"{plan.describe()}, {structure_of(block) or 'general'}")
 
     def prepare(self, block: Block, operands: Sequence[Any]) -> Any:

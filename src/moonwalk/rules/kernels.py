@@ -43,10 +43,16 @@ def geometry_of(block: Block) -> Geometry:
     return Geometry(axes, groups, w.aval.shape[numbers.rhs_spec[1]], channels_out // groups, numbers)
 
 
-def structure_of(block: Block) -> str | None:
+def declared_of(block: Block) -> str | None:
+    """What is declared of the kernel."""
     declaration = block.declaration(block.eqn.invars[1])
     out, inp, *_ = block.eqn.params["dimension_numbers"].rhs_spec
-    structure = declaration and declaration.of_kernel(inp, out)
+    return declaration and declaration.of_kernel(inp, out)
+
+
+def structure_of(block: Block) -> str | None:
+    """The structure of the pivot, where one is declared."""
+    structure = declared_of(block)
     # An isometry that is not one as a whole says nothing of its pivot.
     return None if structure == "isometric" else structure
 
