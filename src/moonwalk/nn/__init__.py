@@ -19,7 +19,12 @@ from .conv import Conv2d as Conv2d
 from .conv import Conv3d as Conv3d
 from .conv import pivot_taps as pivot_taps
 from .dense import Linear as Linear
+from .isometries import Downsample as Downsample
+from .isometries import OrthogonalConv1d as OrthogonalConv1d
+from .isometries import OrthogonalConv2d as OrthogonalConv2d
 from .norm import GroupNorm as GroupNorm
+from .paraunitary import paraunitary_init as paraunitary_init
+from .paraunitary import paraunitary_kernel as paraunitary_kernel
 from .patches import Patchify as Patchify
 from .pooling import GlobalMax as GlobalMax
 from .pooling import GlobalMean as GlobalMean

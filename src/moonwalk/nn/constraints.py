@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from .. import compat
 from ..declare import declare
+from .qr import q_factor
 
 PIVOTS = ("diagonal", "identity", "lower", "free")
 STABLE = 0.9  # Σ_j ‖W_pivot⁻¹ W_j‖₂ of a causal convolution (docs/numerics.md §5)
@@ -46,9 +47,7 @@ def orthogonal(raw: Float[Array, "*stack n m"]) -> Float[Array, "*stack n m"]:
             f"orthogonal: {n} rows cannot hold {m} orthonormal columns; give it the transpose, "
             f"[{m}, {n}], and transpose the result"
         )
-    q, r = jnp.linalg.qr(raw.astype(compat.working_dtype(raw.dtype)))
-    diagonal_of_r = jnp.diagonal(r, axis1=-2, axis2=-1)
-    return declare(q * jnp.where(diagonal_of_r < 0, -1, 1)[..., None, :], "orthogonal")
+    return declare(q_factor(raw.astype(compat.working_dtype(raw.dtype))), "orthogonal")
 
 
 def bounded(raw: Float[Array, "..."]) -> Float[Array, "..."]:

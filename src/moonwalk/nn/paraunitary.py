@@ -1,21 +1,21 @@
 """Trainable kernels of orthogonal convolutions.
 
 A convolution of stride 1 on an endless (or circular) axis is orthogonal if its kernel w[j] [in, out] is
-*paraunitary*: windows d apart have orthonormal rows, Σ_j w[j]ᵀ w[j+d] = I for d = 0 and 0 for all others.
-Whatever is put together from such layers is such a layer, and the smallest one that reaches over two
-positions takes some directions from here and the others from next door. With P a symmetric projector,
-P² = P = Pᵀ, and P̄ = I - P, the kernel of two taps
+*paraunitary*: rows of windows d apart have the products Σ_j w[j]ᵀ w[j+d] = I for d = 0, and 0 for all
+others. Whatever is put together from such layers is such a layer, and the smallest one that reaches over
+two positions takes some directions from here and the others from next door. With P a symmetric
+projector, P² = P = Pᵀ, and P̄ = I - P, the kernel of two taps
 
     P + P̄ z        (z: one position on)
 
 has w[0]ᵀw[0] + w[1]ᵀw[1] = P + P̄ = I and w[0]ᵀw[1] = P P̄ = 0. So k-1 of them along an axis, and an
 orthogonal matrix Q for the channels, make a kernel of k taps. Along several axes factors for all of
 them take turns: a pair (P + P̄ z₁)(R + R̄ z₂) is a kernel of 2 × 2 taps, P R, P R̄, P̄ R, P̄ R̄, and k-1 such
-pairs one of k × k. That is the block convolution of [1, 2], where the kernels of this kind are described.
+pairs one of k × k. That is the block convolution of [1, 2], where kernels of this kind are described.
 
-**Projectors** are U Uᵀ with U from the QR of an unconstrained matrix [c, r], r = ⌊c/2⌋. All of rank r: the
-rank is what a continuous path cannot change, and with half of the channels moving in each factor the
-kernel is centred, on average.
+**Projectors** are U Uᵀ with U from the QR of an unconstrained matrix [c, r], r = ⌊c/2⌋. All have this
+rank: no continuous path changes it, and with half of the channels moving in each factor the kernel is
+centred, on average.
 
 **Centre.** Every second factor is P̄ + P z, in the opposite order of axes, for the sake of
 
@@ -23,20 +23,21 @@ kernel is centred, on average.
 
 two factors with equal projectors are a mere shift by one position along each axis. A kernel of odd size
 whose projectors are equal in pairs is Q at its centre tap and zero elsewhere, so training can start from
-layers that do not mix positions (`init`); its taps lie symmetrically around that one.
+layers that do not mix positions (`paraunitary_init`); its taps lie symmetrically around that one.
 
-**Accuracy.** K P = (K U) Uᵀ and K P̄ = K - K P, in float32 at least and without reduced products: a deviation of
-UᵀU from I by rounding is a deviation of the kernel's gram by as much, for each factor once. Nothing in
-it depends on how the raw arrays got to be what they are, so it does not grow while they are trained.
+**Accuracy.** K P = (K U) Uᵀ and K P̄ = K - K P, in float32 at least and without reduced products. Where
+rounding takes UᵀU away from I, it takes the kernel's products away by as much, once for each factor.
+Nothing in it depends on how the raw arrays got to be what they are, so it does not grow in training.
 
-1. Xiao, Bahri, Sohl-Dickstein, Schoenholz, Pennington: Dynamical isometry and a mean field theory of CNNs
-   (ICML 2018).
+1. Xiao, Bahri, Sohl-Dickstein, Schoenholz, Pennington: Dynamical isometry and a mean field theory of
+   CNNs (ICML 2018).
 2. Li, Haque, Anil, Lucas, Grosse, Jacobsen: Preventing gradient attenuation in Lipschitz constrained
    convolutional networks (NeurIPS 2019).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -57,50 +58,59 @@ class Raw(NamedTuple):
     matrix: Float[Array, "*stack c c"]
 
 
-def init(
-    key: Array, channels: int, taps: int, dims: int = 1, *, spread: float = 1.0, dtype: type = jnp.float32
+def paraunitary_init(
+    key: Array,
+    channels: int,
+    taps: int,
+    dims: int = 1,
+    *,
+    spread: float = 1.0,
+    dtype: type = jnp.float32,
 ) -> Raw:
     """Raw arrays of a random kernel.
 
     **Arguments:**
 
     - `channels`, `taps`, `dims`: the kernel will be [taps] × dims × [channels, channels].
-    - `spread`: how far from a single tap. 0: all of it lies in the centre tap (of odd `taps`); 1: projectors
-        that have nothing to do with each other.
+    - `spread`: how far it is from doing nothing. 0: the identity at the centre tap (of odd `taps`), zero
+        elsewhere; 1: projectors and a matrix that have nothing to do with each other.
     """
     if channels < 2:
         raise ValueError(
-            f"paraunitary.init: {channels} channel cannot be divided between neighbouring positions; "
+            f"paraunitary_init: {channels} channel cannot be divided between neighbouring positions; "
             "take at least 2"
         )
     if taps < 1 or dims < 1:
-        raise ValueError(f"paraunitary.init: a kernel has taps and axes, got {taps} taps, {dims} axes")
-    one, other, matrix = jax.random.split(key, 3)
-    shape = (dims, channels, channels // 2)
-    shared = jnp.repeat(jax.random.normal(one, (taps // 2, *shape), dtype), 2, axis=0)[: taps - 1]
-    own = jax.random.normal(other, shared.shape, dtype)
-    return Raw((1 - spread) * shared + spread * own, jax.random.normal(matrix, (channels,) * 2, dtype))
+        raise ValueError(f"paraunitary_init: a kernel has taps and axes, got {taps} taps, {dims} axes")
+    shared_key, own_key, matrix_key = jax.random.split(key, 3)
+    # QR does not mind the scale, but steps of an optimizer are relative to it: columns of length one.
+    std, shape = 1 / math.sqrt(channels), (dims, channels, channels // 2)
+    shared = std * jax.random.normal(shared_key, (taps // 2, *shape), dtype)
+    shared = jnp.repeat(shared, 2, axis=0)[: taps - 1]
+    own = std * jax.random.normal(own_key, shared.shape, dtype)
+    matrix = std * jax.random.normal(matrix_key, (channels, channels), dtype)
+    eye = jnp.eye(channels, dtype=dtype)
+    return Raw((1 - spread) * shared + spread * own, (1 - spread) * eye + spread * matrix)
 
 
-def paraunitary(raw: Raw) -> Float[Array, "*stack *taps c c"]:
+def paraunitary_kernel(raw: Raw) -> Float[Array, "*stack *taps c c"]:
     """The kernel [taps…, in, out] of an orthogonal convolution, declared `"isometric"`.
 
-    Of stacked raw arrays, a stack of kernels. Use it with as many circular or zero pads as keep the size;
-    with zeros the edges of the cotangent leave no trace, and walks keep them.
+    Of stacked raw arrays, a stack of kernels. Use it with as many circular or zero pads as keep the
+    size; with zeros the edges of the cotangent leave no trace, and walks keep them.
 
     **Example:**
 
     >>> import jax, moonwalk as mw
-    >>> from moonwalk.nn import paraunitary
-    >>> kernel = paraunitary.paraunitary(paraunitary.init(jax.random.key(0), channels=4, taps=3))
-    >>> kernel.shape
+    >>> raw = mw.nn.paraunitary_init(jax.random.key(0), channels=4, taps=3)
+    >>> mw.nn.paraunitary_kernel(raw).shape
     (3, 4, 4)
     """
     *stack, _, _, channels, rank = raw.projectors.shape
     if rank != channels // 2 or raw.matrix.shape != (*stack, channels, channels):
         raise ValueError(
-            "paraunitary: raw arrays have the shapes [..., taps - 1, dims, c, c // 2] and [..., c, c], got "
-            f"{raw.projectors.shape} and {raw.matrix.shape}; see paraunitary.init"
+            "paraunitary_kernel: raw arrays have the shapes [..., taps - 1, dims, c, c // 2] and "
+            f"[..., c, c], got {raw.projectors.shape} and {raw.matrix.shape}; see paraunitary_init"
         )
     make = _kernel
     for _ in stack:  # vmap knows which axes are taps

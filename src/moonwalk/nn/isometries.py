@@ -1,0 +1,188 @@
+"""Isometric layers: orthogonal convolutions, and downsampling that loses nothing it need not."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .dense import Linear
+from .paraunitary import Raw, paraunitary_init, paraunitary_kernel
+from .pooling import Unshuffle
+
+PADDINGS = ("CIRCULAR", "ZEROS")
+SPATIAL = "DHW"
+
+
+class OrthogonalConv(eqx.Module):
+    """An orthogonal convolution over the axes before the last; see `OrthogonalConv2d`."""
+
+    raw: Raw
+    bias: Float[Array, "c"] | None
+    padding: str = eqx.field(static=True)
+
+    dims: ClassVar[int]
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        padding: str = "CIRCULAR",
+        use_bias: bool = True,
+        *,
+        spread: float = 1.0,
+        key: Array,
+    ):
+        name = type(self).__name__
+        if padding not in PADDINGS:
+            raise ValueError(
+                f"{name}: unknown padding {padding!r}; an orthogonal convolution keeps the size, with "
+                f"one of {', '.join(PADDINGS)}"
+            )
+        if channels < 2 or kernel_size < 1:
+            raise ValueError(
+                f"{name}: takes 2 channels or more, which neighbouring positions share, and 1 tap or "
+                f"more, got channels={channels}, kernel_size={kernel_size}"
+            )
+        self.raw = paraunitary_init(key, channels, kernel_size, self.dims, spread=spread)
+        self.bias = jnp.zeros(channels) if use_bias else None
+        self.padding = padding
+
+    @property
+    def weight(self) -> Float[Array, "*taps c c"]:
+        """The kernel [*taps, in, out], declared isometric."""
+        return paraunitary_kernel(self.raw)
+
+    def __call__(
+        self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
+    ) -> Float[Array, "*batch_and_size c"]:
+        d, channels, dtype = self.dims, self.raw.matrix.shape[-1], x.dtype
+        if x.ndim < d + 1 or x.shape[-1] != channels:
+            raise ValueError(
+                f"{type(self).__name__}: takes arrays [..., {'size, ' * d}{channels}], channels last, "
+                f"got the shape {x.shape}"
+            )
+        batch, size = x.shape[: -d - 1], x.shape[-d - 1 : -1]
+        # Rounded to half precision a kernel is orthogonal no more: the product is rounded instead.
+        w = self.weight.astype(jnp.promote_types(dtype, jnp.float32))
+        reach = w.shape[0] - 1
+        low, high = reach // 2, reach - reach // 2
+        if self.padding == "CIRCULAR" and min(size) < high:
+            raise ValueError(
+                f"{type(self).__name__}: {reach + 1} taps go around an axis of {min(size)} more than "
+                "once; take a smaller kernel_size, or padding='ZEROS'"
+            )
+        if len(batch) != 1:
+            x = x.reshape((-1, *x.shape[len(batch) :]))
+        x = x.astype(w.dtype)
+        pads = ((low, high),) * d
+        if self.padding == "CIRCULAR":
+            for axis in range(1, d + 1):
+                x = _wrapped(x, axis, low, high)
+            pads = ((0, 0),) * d
+        letters = SPATIAL[-d:]
+        y = lax.conv_general_dilated(
+            x, w, (1,) * d, pads, dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C")
+        ).astype(dtype)
+        if len(batch) != 1:
+            y = y.reshape((*batch, *y.shape[1:]))
+        return y if self.bias is None else y + self.bias.astype(dtype)
+
+
+def _wrapped(x: Array, axis: int, low: int, high: int) -> Array:
+    """The last entries before the first, and the first after the last."""
+    size = x.shape[axis]
+    before = lax.slice_in_dim(x, size - low, size, axis=axis)
+    after = lax.slice_in_dim(x, 0, high, axis=axis)
+    return lax.concatenate([part for part in (before, x, after) if part.shape[axis]], axis)
+
+
+class OrthogonalConv1d(OrthogonalConv):
+    """`OrthogonalConv2d` over one axis: x[..., n, channels]."""
+
+    dims = 1
+    __init__ = OrthogonalConv.__init__
+
+
+class OrthogonalConv2d(OrthogonalConv):
+    """An orthogonal convolution over x[..., h, w, channels], of stride 1: J Jᵀ = I, whatever is learned.
+
+    | padding | a walk |
+    |---|---|
+    | `"CIRCULAR"` | keeps nothing, loses no accuracy: the vijp is the jvp |
+    | `"ZEROS"` | keeps the cotangents of the windows at the edges, loses no accuracy |
+
+    Circular ones cost a copy of the input, with its wrapped edges. The kernel is paraunitary
+    (`moonwalk.nn.paraunitary_kernel`).
+
+    **Arguments:**
+
+    - `channels`: in and out, at least 2.
+    - `kernel_size`: along each axis. Odd ones are centred; even ones reach one position further on.
+    - `padding`: as above.
+    - `use_bias`
+    - `spread`: how far the kernel starts from doing nothing. 1: random; 0: the identity (of an odd
+        size), from where it learns. Small numbers suit deep networks.
+    - `key`
+
+    **Example:**
+
+    >>> import jax, jax.numpy as jnp, moonwalk as mw
+    >>> layer = mw.nn.OrthogonalConv2d(8, 3, key=jax.random.key(0))
+    >>> x = jax.random.normal(jax.random.key(1), (2, 6, 6, 8))
+    >>> bool(jnp.allclose(jnp.linalg.norm(layer(x)), jnp.linalg.norm(x), rtol=1e-5))
+    True
+    """
+
+    dims = 2
+    __init__ = OrthogonalConv.__init__
+
+
+class Downsample(eqx.Module):
+    """Pixel-unshuffling and an orthonormal projection: [..., h, w, c] -> [..., h/f, w/f, out].
+
+    An isometry, J Jᵀ = I: a walk keeps nothing and loses no accuracy. With out = fᵈ·c it is orthogonal,
+    and loses no information either.
+
+    **Arguments:**
+
+    - `in_channels`, `out_channels`: no more out than in · factorᵈⁱᵐˢ.
+    - `factor`: by which every axis shrinks; it must divide their sizes.
+    - `dims`: how many spatial axes there are.
+    - `key`
+
+    **Example:**
+
+    >>> import jax, jax.numpy as jnp, moonwalk as mw
+    >>> mw.nn.Downsample(8, 16, key=jax.random.key(0))(jnp.ones((2, 6, 6, 8))).shape
+    (2, 3, 3, 16)
+    """
+
+    unshuffle: Unshuffle
+    projection: Linear
+
+    def __init__(
+        self, in_channels: int, out_channels: int, factor: int = 2, dims: int = 2, *, key: Array
+    ):
+        self.unshuffle = Unshuffle(factor, dims)
+        numbers = in_channels * factor**dims
+        if out_channels > numbers:
+            raise ValueError(
+                f"Downsample: {in_channels} channels of {factor}^{dims} positions are {numbers} "
+                f"numbers, which no orthonormal projection makes {out_channels}; take at most "
+                f"{numbers} out_channels"
+            )
+        self.projection = Linear(numbers, out_channels, "orthogonal", use_bias=False, key=key)
+
+    @property
+    def weight(self) -> Float[Array, "n m"]:
+        """The projection [in · factorᵈⁱᵐˢ, out], declared orthogonal."""
+        return self.projection.weight
+
+    def __call__(
+        self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
+    ) -> Float[Array, "*batch_and_size out"]:
+        return self.projection(self.unshuffle(x))
