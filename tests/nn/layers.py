@@ -223,6 +223,49 @@ row(
 )
 row("Patchify, free", part(nn.Patchify, 3, 5, 2, kind="free"), (2, 4, 4, 3), traced="anchor", slow=True)
 
+# --- isometries -----------------------------------------------------------------------------------
+
+
+def paraunitary(layer, x):
+    """Rows of windows at every distance from each other are orthonormal."""
+    w = np.asarray(layer.weight)
+    *taps, c, _ = w.shape
+    for shift in np.ndindex(*(2 * k - 1 for k in taps)):
+        by = [n - k + 1 for n, k in zip(shift, taps, strict=True)]
+        here = w[tuple(slice(max(0, -n), min(k, k - n)) for n, k in zip(by, taps, strict=True))]
+        there = w[tuple(slice(max(0, n), min(k, k + n)) for n, k in zip(by, taps, strict=True))]
+        product = here.reshape(-1, c).T @ there.reshape(-1, c)
+        np.testing.assert_allclose(product, np.eye(c) * (not any(by)), atol=1e-12)
+
+
+ISOMETRY = dict(gain=1.0, holds=paraunitary)
+row("OrthogonalConv1d", part(nn.OrthogonalConv1d, 4, 3), (2, 6, 4), **ISOMETRY)
+row(
+    "OrthogonalConv1d, zeros",
+    part(nn.OrthogonalConv1d, 5, 4, "ZEROS"),
+    (2, 8, 5),
+    "fragment",
+    **ISOMETRY,
+)
+row("OrthogonalConv1d, even", part(nn.OrthogonalConv1d, 4, 4), (2, 6, 4), **ISOMETRY, slow=True)
+row("OrthogonalConv2d", part(nn.OrthogonalConv2d, 4, 3), (1, 4, 5, 4), **ISOMETRY)
+row(
+    "OrthogonalConv2d, zeros",
+    part(nn.OrthogonalConv2d, 4, 3, "ZEROS"),
+    (1, 6, 5, 4),
+    "fragment",
+    **ISOMETRY,
+)
+row(
+    "OrthogonalConv2d, near the identity",
+    part(nn.OrthogonalConv2d, 3, 2, use_bias=False, spread=0.1),
+    (1, 4, 4, 3),
+    **ISOMETRY,
+    slow=True,
+)
+row("Downsample", part(nn.Downsample, 3, 8), (2, 4, 6, 3), **ORTHOGONAL)
+row("Downsample, signals", part(nn.Downsample, 4, 8, dims=1), (2, 6, 4), **ORTHOGONAL, slow=True)
+
 # --- activations, pooling, normalisation ----------------------------------------------------------
 
 row("LeakyReLU", fixed(nn.LeakyReLU), (3, 6), gain=2.125, trainable=False)

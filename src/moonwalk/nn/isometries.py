@@ -95,9 +95,12 @@ class OrthogonalConv(eqx.Module):
 def _wrapped(x: Array, axis: int, low: int, high: int) -> Array:
     """The last entries before the first, and the first after the last."""
     size = x.shape[axis]
-    before = lax.slice_in_dim(x, size - low, size, axis=axis)
-    after = lax.slice_in_dim(x, 0, high, axis=axis)
-    return lax.concatenate([part for part in (before, x, after) if part.shape[axis]], axis)
+    parts = [(size - low, size), (0, size), (0, high)]
+    # A slice of nothing would be one more reader of the state.
+    return lax.concatenate(
+        [x if (a, b) == (0, size) else lax.slice_in_dim(x, a, b, axis=axis) for a, b in parts if a < b],
+        axis,
+    )
 
 
 class OrthogonalConv1d(OrthogonalConv):

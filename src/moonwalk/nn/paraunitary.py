@@ -58,15 +58,7 @@ class Raw(NamedTuple):
     matrix: Float[Array, "*stack c c"]
 
 
-def paraunitary_init(
-    key: Array,
-    channels: int,
-    taps: int,
-    dims: int = 1,
-    *,
-    spread: float = 1.0,
-    dtype: type = jnp.float32,
-) -> Raw:
+def paraunitary_init(key: Array, channels: int, taps: int, dims: int = 1, *, spread: float = 1.0) -> Raw:
     """Raw arrays of a random kernel.
 
     **Arguments:**
@@ -85,11 +77,11 @@ def paraunitary_init(
     shared_key, own_key, matrix_key = jax.random.split(key, 3)
     # QR does not mind the scale, but steps of an optimizer are relative to it: columns of length one.
     std, shape = 1 / math.sqrt(channels), (dims, channels, channels // 2)
-    shared = std * jax.random.normal(shared_key, (taps // 2, *shape), dtype)
+    shared = std * jax.random.normal(shared_key, (taps // 2, *shape))
     shared = jnp.repeat(shared, 2, axis=0)[: taps - 1]
-    own = std * jax.random.normal(own_key, shared.shape, dtype)
-    matrix = std * jax.random.normal(matrix_key, (channels, channels), dtype)
-    eye = jnp.eye(channels, dtype=dtype)
+    own = std * jax.random.normal(own_key, shared.shape)
+    matrix = std * jax.random.normal(matrix_key, (channels, channels))
+    eye = jnp.eye(channels)
     return Raw((1 - spread) * shared + spread * own, (1 - spread) * eye + spread * matrix)
 
 
