@@ -169,12 +169,12 @@ def test_a_wrong_declaration_under_a_trace_is_caught_eagerly_at_use():
     wrong_tap = lambda x: declared_conv(kernel((3,), 4, 4, (0,), "lower"), "lower", 2, (1, 1))(x)
     with pytest.raises(mw.DeclarationError, match="pivot tap 1"):
         mw.vijp(wrong_tap, normal(1, 9, 4))[1](normal(1, 9, 4))
-    not_isometric = lambda x: lax.conv_general_dilated(  # zero padding loses the edge
-        x, mw.declare(jnp.zeros((3, 2, 2)).at[2].set(jnp.eye(2)), "isometric"), [1], [(1, 1)],
+    not_isometric = lambda x: lax.conv_general_dilated(  # neighbouring windows are not orthogonal
+        x, mw.declare(jnp.stack([jnp.eye(2), jnp.eye(2)]) / 2**0.5, "isometric"), [1], "VALID",
         dimension_numbers=("NWC", "WIO", "NWC"),
     )  # fmt: skip
-    with pytest.raises(mw.DeclarationError, match="J Jᵀ is not the identity"):
-        mw.vijp(not_isometric, normal(1, 5, 2))[1](normal(1, 5, 2))
+    with pytest.raises(mw.DeclarationError, match="J Jᵀ is not the identity; check the kernel"):
+        mw.vijp(not_isometric, normal(1, 5, 2))[1](normal(1, 4, 2))
 
 
 def test_a_wrong_declaration_in_a_scan_names_the_layer():

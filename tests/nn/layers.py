@@ -239,7 +239,7 @@ def paraunitary(layer, x):
 
 
 ISOMETRY = dict(gain=1.0, holds=paraunitary)
-row("OrthogonalConv1d", part(nn.OrthogonalConv1d, 4, 3), (2, 6, 4), **ISOMETRY)
+row("OrthogonalConv1d", part(nn.OrthogonalConv1d, 4, 3), (2, 6, 4), **ISOMETRY, slow=True)
 row(
     "OrthogonalConv1d, zeros",
     part(nn.OrthogonalConv1d, 5, 4, "ZEROS"),
