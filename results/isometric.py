@@ -1,0 +1,174 @@
+"""Isometric networks on MNIST-1D: 100 layers trained by Moonwalk and by backpropagation; 1,000 layers.
+
+The first part trains the same network from the same seed with the same batches, differentiated by either
+method, and compares accuracy on the 1,000 test signals. The second takes 50 steps through 1,000 layers
+and compares the temporaries of the compiled gradient (`memory_analysis()`): Moonwalk, `jax.grad`, and
+`jax.checkpoint` every so many layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import engine as base
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import moonwalk as mw
+
+BATCH = 64
+DIFFERENTIATE: dict[str, Callable[..., Any]] = {
+    "moonwalk": mw.value_and_grad,
+    "backprop": jax.value_and_grad,
+}
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def split(model: Any) -> tuple[Any, Callable[..., Any]]:
+    """(parameters, loss(parameters, x, labels))."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    return params, lambda p, x, labels: cross_entropy(eqx.combine(p, static)(x), labels)
+
+
+def batches(data: Any, steps: int, seed: int) -> Iterator[tuple[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        chosen = rng.integers(0, len(data.train_x), BATCH)
+        yield jnp.asarray(data.train_x[chosen]), jnp.asarray(data.train_y[chosen])
+
+
+def optimiser(rate: float, steps: int) -> Any:
+    """Adam, warmed up for 50 steps, down to zero by a cosine."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(50, steps // 2), steps)
+    return optax.adam(schedule)
+
+
+def train(model: Any, data: Any, method: str, rate: float, steps: int, seed: int = 0) -> dict[str, Any]:
+    """One run: losses, accuracy on the test signals, seconds a step."""
+    params, loss = split(model)
+    optimizer = optimiser(rate, steps)
+    differentiate = DIFFERENTIATE[method](loss)
+
+    def step(params: Any, state: Any, x: Any, labels: Any) -> Any:
+        value, gradients = differentiate(params, x, labels)
+        updates, state = optimizer.update(gradients, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    x, labels = next(batches(data, 1, seed))
+    program = base.compiled(step, params, state, x, labels)
+    losses: list[float] = []
+    start = time.perf_counter()
+    for x, labels in batches(data, steps, seed):
+        value, params, state = program(params, state, x, labels)
+        losses.append(float(value))
+    took = time.perf_counter() - start
+    model = eqx.combine(params, model)
+    logits = eqx.filter_jit(model)(jnp.asarray(data.test_x))
+    return {
+        "accuracy": float(jnp.mean(jnp.argmax(logits, -1) == jnp.asarray(data.test_y))),
+        "first_loss": losses[0],
+        "last_loss": float(np.mean(losses[-20:])),
+        "seconds_per_step": took / steps,
+        "temporaries_mib": program.memory_analysis().temp_size_in_bytes / base.MIB,
+    }
+
+
+def accuracy(data: Any, channels: int, depth: int, steps: int, rate: float, seed: int) -> dict[str, Any]:
+    """The same network, differentiated in both ways."""
+    key = jax.random.key(seed)
+    model = mw.models.isometric_cnn((40, 1), 10, key=key, channels=channels, depth=depth)
+    result: dict[str, Any] = dict(channels=channels, depth=depth, steps=steps, rate=rate, seed=seed)
+    for method in DIFFERENTIATE:
+        result[method] = train(model, data, method, rate, steps, seed)
+        print(method, json.dumps(result[method]), flush=True)
+    result["points_apart"] = 100 * (result["moonwalk"]["accuracy"] - result["backprop"]["accuracy"])
+    return result
+
+
+def checkpointed(model: Any, every: int) -> Callable[..., Any]:
+    """The loss of an `isometric_cnn` whose layers are recomputed, so many at a time."""
+    _, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params: Any, x: Any, labels: Any) -> Any:
+        stem, stack, last, dense = eqx.combine(params, static).layers
+        arrays, rest = eqx.partition(stack.layer, eqx.is_array)
+        arrays = jax.tree.map(lambda a: a.reshape((-1, every, *a.shape[1:])), arrays)
+
+        @jax.checkpoint
+        def segment(x: Any, several: Any) -> Any:
+            return lax.scan(lambda x, one: (eqx.combine(one, rest)(x), None), x, several)
+
+        return cross_entropy(dense(last(lax.scan(segment, stem(x), arrays)[0])), labels)
+
+    return loss
+
+
+def deep(data: Any, channels: int, depth: int, steps: int, rate: float) -> dict[str, Any]:
+    """So many layers: the loss over some steps, and what each method takes."""
+    key = jax.random.key(0)
+    model = mw.models.isometric_cnn((40, 1), 10, key=key, channels=channels, depth=depth)
+    result: dict[str, Any] = dict(channels=channels, depth=depth, steps=steps, rate=rate, batch=BATCH)
+    params, loss = split(model)
+    args = (params, *next(batches(data, 1, 0)))
+    memory = {
+        "moonwalk": base.temp(mw.value_and_grad(loss), *args),
+        "backprop": base.temp(jax.value_and_grad(loss), *args),
+        "checkpoint": {
+            every: base.temp(jax.value_and_grad(checkpointed(model, every)), *args)
+            for every in (10, 20, 50)
+            if depth % every == 0
+        },
+    }
+    result["temporaries_mib"] = memory
+    print("memory", json.dumps(memory), flush=True)
+    result["training"] = train(model, data, "moonwalk", rate, steps)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--commit", default="", help="the commit, where git is not at hand")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--channels", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("accuracy", "deep"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", mw.PlanWarning)
+    data = mw.data.mnist1d()
+    figures: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": arguments.commit or base._commit(),
+    }
+
+    def record(name: str, value: Any) -> None:
+        figures[name] = value
+        print(name, json.dumps(value, indent=2), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+    if arguments.only != "accuracy":
+        record("deep", deep(data, arguments.channels, 1000, 50, 1e-3))
+    if arguments.only != "deep":
+        settings = (arguments.channels, 100, arguments.steps, arguments.rate, arguments.seed)
+        record("accuracy", accuracy(data, *settings))
+
+
+if __name__ == "__main__":
+    main()
