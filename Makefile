@@ -16,7 +16,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments clean
+.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments bench-isometric clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -81,6 +81,10 @@ bench-variants: venv ## Measure checkpoint=, PureForward and fused_update
 bench-fragments: venv ## Measure fragments of cotangents on the paper's 1D network
 	@mkdir -p build
 	$(BIN)/python results/fragments.py --out build/variants.json
+
+bench-isometric: venv ## Train isometric networks of 100 and 1,000 layers on MNIST-1D
+	@mkdir -p build
+	$(BIN)/python results/isometric.py --out build/isometric.json
 
 clean: ## Remove the environments, caches and builds
 	rm -rf .venv .venv-latest .pytest_cache .hypothesis .ruff_cache build dist
