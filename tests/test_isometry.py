@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from marks import slow
+from marks import slow, some
 from test_cokernels import blocks_of, compare_all, rows_of, shapes, square
 from weights import normal, orthogonal
 
@@ -56,7 +56,7 @@ CASES = {  # shape, kernel, padding, strides, which part of the windows is cut o
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, ["1D, even", "2D"]))
 def test_inside_windows_are_orthonormal_and_orthogonal_to_the_edges(name):
     """What the module's derivation says, of the dense Jacobian; and the fragment gives h' back."""
     shape, taps, padding, strides, share = CASES[name]
@@ -127,7 +127,7 @@ def arguments(dims, taps=3, count=3):
 
 
 @pytest.mark.parametrize(
-    ("dims", "scanned", "taps"), [(1, True, 3), slow(1, False, 3), slow(1, True, 4), (2, False, 3), slow(2, True, 3)]
+    ("dims", "scanned", "taps"), [(1, True, 3), slow(1, False, 3), slow(1, True, 4), slow(2, False, 3), (2, True, 3)]
 )  # fmt: skip
 def test_networks(dims, scanned, taps):
     loss, args = network(dims, scanned, taps), arguments(dims, taps)
@@ -144,6 +144,7 @@ def test_networks(dims, scanned, taps):
     compare_all(loss, *args, method=mw.Moonwalk(), eagerly=(dims, scanned) == (2, False))
 
 
+@pytest.mark.slow
 def test_depth_costs_no_accuracy():
     """In float32, after 200 layers, the certificate is at rounding level."""
     loss = network(1, True)
@@ -159,6 +160,7 @@ def test_depth_costs_no_accuracy():
     assert all(np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_a_circle_along_one_axis():
     """A wrap along the other axis: still right, whatever the plan keeps."""
 

@@ -87,9 +87,9 @@ def declare(w: ArrayLike, structure: str, *, groups: int = 1) -> Array:
     its last two axes read as [in, out] (a matrix used transposed, as in `x @ w.T`, has the transposed
     structure; of a stack of matrices, every one), or of the pivot tap [in, out] of a convolution kernel
     in whatever layout the convolution reads it; the paper's lemma is `"lower"`: w[c, c'] = 0 for
-    c < c'. `"isometric"` speaks of the whole linear operator: J Jᵀ = I, so that vijp = jvp. Of a kernel it
-    speaks of the convolution on an endless or circular axis; where zero padding cuts off windows at the
-    edges, walks keep the cotangents of those, and `moonwalk.vijp` refuses.
+    c < c'. `"isometric"` speaks of the whole linear operator: J Jᵀ = I, so that vijp = jvp. Of a kernel
+    it speaks of the convolution on an endless or circular axis; where zero padding cuts off windows at
+    the edges, walks keep the cotangents of those, and `moonwalk.vijp` refuses.
 
     Declare inside the function that is differentiated (or on the stack of weights outside a scan, as
     long as that is traced too): the declaration lives in the trace, and is seen through `jit`,

@@ -255,6 +255,7 @@ row(
     (1, 6, 5, 4),
     "fragment",
     **ISOMETRY,
+    slow=True,
 )
 row(
     "OrthogonalConv2d, near the identity",

@@ -8,6 +8,7 @@ import optax
 import pytest
 from jax import lax
 from marks import slow
+from weights import normal
 
 import moonwalk as mw
 from moonwalk import nn
@@ -43,13 +44,15 @@ def off(layer, size, rows=4):
 def test_the_layer_is_the_convolution_of_its_kernel(taps, dims):
     cls, size = (nn.OrthogonalConv1d, (7,)) if dims == 1 else (nn.OrthogonalConv2d, (5, 6))
     layer = cls(4, taps, key=KEY)
-    x = np.random.default_rng(1).standard_normal((2, *size, 4))
+    x = normal(2, *size, 4, seed=1)
     w = np.asarray(jax.jit(lambda: layer.weight)())
-    np.testing.assert_allclose(jax.jit(layer)(x), circular(x, w), atol=1e-12)
+    np.testing.assert_allclose(eqx.filter_jit(layer)(x), circular(np.asarray(x), w), atol=1e-12)
     zeros = cls(4, taps, "ZEROS", key=KEY)
     edge = taps // 2
     inside = tuple(slice(edge, n - edge) for n in size)
-    np.testing.assert_allclose(jax.jit(zeros)(x)[:, *inside], circular(x, w)[:, *inside], atol=1e-12)
+    np.testing.assert_allclose(
+        eqx.filter_jit(zeros)(x)[:, *inside], circular(np.asarray(x), w)[:, *inside], atol=1e-12
+    )
 
 
 def test_a_small_one_is_an_orthogonal_matrix():
@@ -203,7 +206,7 @@ def test_half_precision():
     """The kernel stays in float32; what it makes is rounded."""
     layer = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nn.OrthogonalConv1d(4, 3, key=KEY))
     x = jax.random.normal(KEY, (2, 6, 4), jnp.bfloat16)
-    y = jax.jit(layer)(x)
+    y = eqx.filter_jit(layer)(x)
     assert y.dtype == jnp.bfloat16 and jax.eval_shape(lambda: layer.weight).dtype == jnp.float32
     ratio = jnp.linalg.norm(y.astype(jnp.float32)) / jnp.linalg.norm(x.astype(jnp.float32))
     assert abs(float(ratio) - 1) <= 1e-2
