@@ -174,7 +174,7 @@ def test_a_wrong_declaration_under_a_trace_is_caught_eagerly_at_use():
         dimension_numbers=("NWC", "WIO", "NWC"),
     )  # fmt: skip
     with pytest.raises(mw.DeclarationError, match="J Jᵀ is not the identity; check the kernel"):
-        mw.vijp(not_isometric, normal(1, 5, 2))[1](normal(1, 4, 2))
+        mw.vijp(not_isometric, normal(1, 5, 2))[1](normal(1, 5, 2))
 
 
 def test_a_wrong_declaration_in_a_scan_names_the_layer():
