@@ -94,7 +94,7 @@ def train(method: str, model: Any, dataset: data.Dataset, steps: int, batch: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--width", type=int, default=32)
