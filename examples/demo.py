@@ -1,6 +1,6 @@
 """One network, trained twice on MNIST-1D: by backpropagation and by Moonwalk.
 
-A convolutional network of 32 isometric layers: in each, an orthogonal matrix mixes the channels, MaxMin
+A convolutional network of 24 isometric layers: in each, an orthogonal matrix mixes the channels, MaxMin
 sorts them in pairs, and some of them move one place to the left or to the right. Of such a layer
 Moonwalk keeps one bit per pair, where backpropagation keeps its input and more. Both runs start from the
 same weights and see the same batches; what differs is how the gradient is had, and what that takes.
@@ -94,9 +94,9 @@ def train(method: str, model: Any, dataset: data.Dataset, steps: int, batch: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=350)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=32)
+    parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("build/demo.png"))
     given = parser.parse_args()
