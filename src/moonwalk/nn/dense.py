@@ -66,7 +66,7 @@ class Linear(eqx.Module):
             )
         total = 2 / (1 + slope**2)
         if kind == "orthogonal":
-            std = 1 / math.sqrt(in_features)  # QR does not mind the scale, but steps are relative to it
+            std = 1.0
         elif kind == "lower":
             # 1 from the diagonal, and on average half of the column below; at most 1/√n, which keeps
             # the inverse well conditioned.
@@ -74,9 +74,13 @@ class Linear(eqx.Module):
             std = math.sqrt(min((total - 1) / max(below, 1), 1 / in_features))
         else:
             std = math.sqrt(total / in_features)
-        self.raw = std * jax.random.normal(key, (in_features, out_features))
-        self.bias = jnp.zeros(out_features) if use_bias else None
         self.kind = kind
+        self.raw = std * jax.random.normal(key, (in_features, out_features))
+        if kind == "orthogonal":
+            # From a weight that is its own Q: the QR of a Gaussian matrix is badly conditioned, and its
+            # derivative loses digits.
+            self.raw = self._weight(self.raw)
+        self.bias = jnp.zeros(out_features) if use_bias else None
 
     @property
     def weight(self) -> Float[Array, "n m"]:
