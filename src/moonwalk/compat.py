@@ -126,6 +126,7 @@ __all__ = [
     "full",
     "gathered",
     "has_effects",
+    "inner_jaxprs",
     "is_concrete",
     "label",
     "largest_anywhere",
@@ -167,6 +168,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def called_jaxpr(eqn: JaxprEqn) -> tuple[Any, Sequence[Any]]:
     """The jaxpr that a call equation calls, and that jaxpr's constants."""
     return open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """Every jaxpr that an equation holds: of calls, loops, branches."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
+    return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
 
 
 class ScanCounts(NamedTuple):

@@ -276,16 +276,9 @@ def refuse_effects(jaxpr: Any) -> None:
     for e in jaxpr.eqns:
         if not compat.has_effects(e):
             continue
-        inner = [v for v in e.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
-        inner += [
-            j
-            for v in e.params.values()
-            if isinstance(v, tuple)
-            for j in v
-            if hasattr(j, "eqns") or hasattr(j, "jaxpr")
-        ]
+        inner = compat.inner_jaxprs(e)
         for j in inner:
-            refuse_effects(compat.open_jaxpr(j)[0])
+            refuse_effects(j)
         if not inner and e.outvars:
             raise EffectError(
                 f"value_and_grad: the loss runs `{e.primitive.name}` at {compat.source_line(e)} and "

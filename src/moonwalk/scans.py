@@ -634,9 +634,10 @@ def is_costly(step: Step, env: Env) -> bool:
 
 
 def costly_inside(eqn: Any) -> bool:
-    if eqn.primitive in compat.CALLS:
-        return any(costly_inside(e) for e in compat.called_jaxpr(eqn)[0].eqns)
-    return any(eqn.primitive.name.startswith(name) for name in _COSTLY)
+    """Whether it solves or factorises, or calls what does."""
+    if any(eqn.primitive.name.startswith(name) for name in _COSTLY):
+        return True
+    return any(costly_inside(e) for inner in compat.inner_jaxprs(eqn) for e in inner.eqns)
 
 
 def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:

@@ -379,7 +379,9 @@ class _Sources:
         rest = [k for k in range(len(copies)) if k not in needed and k not in known]
         if not needed:
             self.kept_copies[i] = ((), known, None)
-        elif rest:
+        elif rest or len({self.reader.get(c) for c in copies}) == 1:
+            # Of carries that one state starts, the scan needs all at once: nothing is gained by a
+            # difference, which may cancel.
             self.kept_copies[i] = (tuple(needed), known, None)
         else:
             # The way that is read first is the long one; what is kept stands exact at the join.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -310,6 +311,22 @@ row(
     slow=True,
 )
 row("Stack", lambda key: nn.Stack(dense_layer, 4, key=key), (3, 6), gain=1.0, holds=stacked)
+
+
+# --- couplings --------------------------------------------------------------------------------------
+
+
+def coupling(key):
+    f, g = jax.random.split(key)
+    return nn.Coupling(nn.Linear(4, 4, kind="free", key=f), nn.Linear(4, 4, kind="free", key=g))
+
+
+def is_inverted(layer, x):
+    np.testing.assert_allclose(layer.inverse(layer(x)), x, rtol=1e-9, atol=1e-9)
+
+
+# A plan inverts it (tests/test_inversion.py); in a walk, nothing bounds the gain of its vijp.
+row("Coupling", coupling, (3, 8), "anchor", holds=is_inverted)
 
 
 def example(name: str) -> jnp.ndarray:
