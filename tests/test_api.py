@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow
 from weights import general, normal, orthogonal
 
 import moonwalk as mw
@@ -182,7 +183,12 @@ def _modules():
     return [m.name for m in pkgutil.walk_packages(mw.__path__, "moonwalk.")]
 
 
-@pytest.mark.parametrize("name", _modules())
+def _is_slow(name):
+    """Examples that run whole networks, operation by operation."""
+    return name.startswith("moonwalk.models.") or name == "moonwalk.nn.isometries"
+
+
+@pytest.mark.parametrize("name", [slow(n) if _is_slow(n) else n for n in _modules()])
 def test_doctests(name):
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0

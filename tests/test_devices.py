@@ -22,6 +22,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from marks import slow
 from networks import CARRY, conv, leaky, network_of, orthogonals, square, stack, turn
 from weights import general, kernel, normal
 
@@ -175,6 +176,7 @@ def test_parameters_gathered_in_shard_map():
     check(SCANNED, jax.jit(mapped)(WS, X))
 
 
+@pytest.mark.slow
 def test_columns_and_rows_in_turn():
     """Tensor parallelism under Explicit axes: x @ (columns), then (rows) summed over devices."""
     mesh = mesh_of("Explicit", (4, 2), ("data", "model"))
@@ -191,7 +193,7 @@ def test_columns_and_rows_in_turn():
     check(Network(network_of(turn), ws, X), found)
 
 
-@pytest.mark.parametrize("rows", [P(None, "data"), P("data", "model")])
+@pytest.mark.parametrize("rows", [slow(P(None, "data")), P("data", "model")])
 def test_any_axis_of_a_state_may_be_divided(rows):
     mesh = mesh_of("Explicit", (4, 2), ("data", "model"))
     x = normal(8, 8, 8, seed=3)
@@ -231,7 +233,7 @@ def summed_by_jax(loss, **options):
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("dense layers", mean_loss),
+        slow("dense layers", mean_loss),
         ("scan", mean_gradients),
         ("scan with anchors", summed_by_jax),
         ("skips", mean_loss),

@@ -47,6 +47,7 @@ def test_the_walk_by_hand():
     assert "reason:" in done.stdout
 
 
+@pytest.mark.slow  # the README begins with the same
 def test_the_demo_of_the_engine():
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
     done = subprocess.run(

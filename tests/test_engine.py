@@ -344,7 +344,7 @@ def check(architecture, measured, certify):
     compare(arrays(found), arrays(expected))
 
 
-@pytest.mark.parametrize("examples", [12, slow(1000)])
+@pytest.mark.parametrize("examples", [8, slow(1000)])
 def test_random_networks(examples):
     @hypothesis.settings(max_examples=examples)
     @hypothesis.given(architectures, st.booleans(), st.booleans())

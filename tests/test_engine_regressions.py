@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow
 from weights import normal, orthogonal
 
 import moonwalk as mw
@@ -253,8 +254,15 @@ def by_itself(block):
     return lambda ws, x: jnp.sum(leaky(block(declared(ws), x) @ ws[5]) ** 2)
 
 
-@pytest.mark.parametrize("block", [nested_forks, shared_products])
-@pytest.mark.parametrize("around", [between_layers, by_itself])
+@pytest.mark.parametrize(
+    ("block", "around"),
+    [
+        (nested_forks, between_layers),
+        slow(nested_forks, by_itself),
+        slow(shared_products, between_layers),
+        (shared_products, by_itself),
+    ],
+)
 def test_forks_within_forks(block, around):
     """What is forked is an output of the block that makes it."""
     check(around(block), LAYERS, normal(256, WIDTH, seed=1))
