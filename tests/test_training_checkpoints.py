@@ -9,6 +9,7 @@ import time
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,6 +18,7 @@ from marks import slow
 
 import moonwalk as mw
 from moonwalk import data, training
+from moonwalk.training.checkpoints import Checkpoints, Saved
 from moonwalk.training.stepping import State
 
 pytest.importorskip("orbax.checkpoint")
@@ -197,3 +199,21 @@ def test_orbax_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="keep must be at least 1"):
         training.Checkpoints(tmp_path, {}, keep=0)
+
+
+def test_a_checkpoint_that_a_plan_needs_stays(tmp_path):
+    """As long as any checkpoint is there whose plan was made from its weights."""
+    state = {"w": jnp.ones(3)}
+    found = Checkpoints(tmp_path / "run", {"a": 1})
+    found.save(Saved(state, 10, 0.0, (0, 0)), protect=True)
+    found.save(Saved(state, 20, 0.0, (10, 1)))
+    found.save(Saved(state, 30, 0.0, (10, 1)))
+    found.save(Saved(state, 35, 0.0, (10, 1)), protect=True)
+    found.close()
+    again = Checkpoints(tmp_path / "run", {"a": 1}, resume=True)
+    latest = again.latest(state)
+    assert latest.planned == (10, 1)
+    assert again.at(10, state).step == 10
+    again.save(Saved(state, 40, 0.0, (35, 1)))
+    again.save(Saved(state, 50, 0.0, (35, 1)))
+    assert {35, 40, 50} <= set(again.steps())

@@ -7,6 +7,7 @@ a factor of about 5 of the error of the whole array (docs/numerics.md §8).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -96,6 +97,27 @@ def compare(swept: Array, kept: Sample) -> Array:
     floor = kept.size.astype(wide) / unit * math.sqrt(max(1, truth.size))
     size = jnp.maximum(jnp.sqrt(jnp.sum((truth / unit) ** 2)), floor)
     return difference / jnp.maximum(size, 1e-3)
+
+
+def compare_together(pairs: Any) -> Array:
+    """‖found − kept‖ / ‖kept‖ over the samples of several arrays of one state.
+
+    One of them may be zero (a stream that starts empty): its error is then that of the others, which it
+    is made from.
+    """
+    units, squares, sizes, count = [], [], [], 0
+    for found, kept in pairs:
+        wide = compat.working_dtype(kept.entries.dtype)
+        truth = kept.entries.astype(wide)
+        units.append(jnp.maximum(jnp.max(jnp.abs(truth), initial=0), kept.size.astype(wide)))
+        squares.append((entries_of(found).astype(wide) - truth, truth, kept.size.astype(wide)))
+        count += truth.size
+    unit = functools.reduce(jnp.maximum, units)
+    unit = jnp.maximum(unit, jnp.finfo(unit.dtype).tiny)
+    off = sum(jnp.sum((d / unit) ** 2) for d, _, _ in squares)
+    for _, truth, size in squares:
+        sizes.append(jnp.maximum(jnp.sum((truth / unit) ** 2), (size / unit) ** 2 * truth.size))
+    return jnp.sqrt(off) / jnp.maximum(jnp.sqrt(sum(sizes)), 1e-3)
 
 
 def worst(errors: Any) -> Array:

@@ -127,7 +127,8 @@ class custom_vijp:
 
         `inverse(y, *others) -> x` takes the arguments of the function itself, with its output in the
         place of the state. `moonwalk.value_and_grad` then needs to keep nothing of such layers but the
-        output of the last one, and certifies that it arrives at the state it started from.
+        output of the last one, and compares some entries of the state that it arrives at with those
+        that it started from.
 
         **Example:** half of an additive coupling, the layer of reversible networks:
 
@@ -181,7 +182,7 @@ class custom_vijp:
 
         # Arrays that the function closes over become operands like any others.
         def call(*flat: Any) -> list[Any]:
-            inner, outer = flat[: len(leaves)], flat[len(leaves) :]
+            inner, outer = flat[: len(leaves)], flat[len(leaves) : len(leaves) + len(consts)]
             return evaluate(jaxpr, outer, inner, {})
 
         def unflatten(flat: Sequence[Any], h: Sequence[Any]) -> tuple[Any, Any]:
@@ -210,7 +211,7 @@ class custom_vijp:
             found = self.pair[1](*static, primals, part, cotangent)  # type: ignore[index]
             return cotangents(found, "`restore`")
 
-        def inverse(y: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        def flat_inverse(y: Sequence[Any], others: Sequence[Any]) -> list[Any]:
             rest = jax.tree.unflatten(jax.tree.structure(primals[1:]), others[: len(leaves) - state])
             merged = self._merged(args, (jax.tree.unflatten(out_tree, y), *rest))
             found, tree = jax.tree.flatten(self.inverse(*merged))  # type: ignore[misc]
@@ -222,13 +223,32 @@ class custom_vijp:
                 )
             return found
 
+        # Traced here, as the function is: in the caller's precision, and what it closes over is seen.
+        inverse: Any = None
+        more: list[Any] = []
+        if self.inverse is not None:
+            y_types = [compat.struct(v.aval) for v in jaxpr.outvars]
+            others = [compat.struct(jax.typeof(a)) for a in leaves[state:]]
+            undone, closed_over = compat.open_jaxpr(jax.make_jaxpr(flat_inverse)(y_types, others))
+            have = {id(c): len(others) + i for i, c in enumerate(consts)}
+            more = [c for c in closed_over if id(c) not in have]
+            have |= {id(c): len(others) + len(consts) + i for i, c in enumerate(more)}
+            places = [have[id(c)] for c in closed_over]
+
+            def undo(y: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+                own = [operands[place] for place in places]
+                return evaluate(undone, own, [*y, *operands[: len(others)]], {})
+
+            inverse = undo
+
         out = custom_vijp_p.bind(
             *leaves,
             *consts,
+            *more,
             call=call,
             rule=rule if callable(self.rule) else self.rule,
             pair=None if self.pair is None else Pair(fragment, restore),
-            inverse=None if self.inverse is None else inverse,
+            inverse=inverse,
             state=state,
             label=compat.origin(self.fun),
         )

@@ -38,6 +38,7 @@ class Declaration:
     rank: int
     axes: tuple[int | None, ...]
     touched: frozenset[int] = frozenset()
+    taps: tuple[int, ...] | None = None  # of a kernel: the tap that has the structure, if that was said
 
     def of_matrix(self, in_axis: int, out_axis: int) -> str | None:
         """The structure of the matrix [in, out] that a dense layer reads; stacks hold it in each."""
@@ -80,7 +81,9 @@ class Declaration:
         return replace(self, touched=self.touched | frozenset(n for n in names if n is not None))
 
 
-def declare(w: ArrayLike, structure: str, *, groups: int = 1) -> Array:
+def declare(
+    w: ArrayLike, structure: str, *, groups: int = 1, taps: Sequence[int] | None = None
+) -> Array:
     """Say what is known of a weight's values; returns `w` unchanged.
 
     The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` speak of a matrix as it lies,
@@ -99,7 +102,9 @@ def declare(w: ArrayLike, structure: str, *, groups: int = 1) -> Array:
     Called on concrete values it checks them and raises `DeclarationError` if they are not what is
     declared. Of a kernel only what can be seen without the convolution's stride and padding is
     checked here; the rest when `moonwalk.vijp` meets the convolution. `groups` tells this check that the
-    kernel [..., in / groups, out] is that of a convolution in groups, each of which has a pivot.
+    kernel [..., in / groups, out] is that of a convolution in groups, each of which has a pivot. `taps`
+    says which tap of a kernel has the structure, for the convolution as it is written: a zero pad in
+    front of it is then not taken for its padding, under which another tap would be the pivot.
 
     **Example:**
 
@@ -126,7 +131,8 @@ def declare(w: ArrayLike, structure: str, *, groups: int = 1) -> Array:
         raise TypeError(f"declare: weights must be real floating-point arrays, got {w.dtype}")
     if (values := compat.concrete(w)) is not None:
         _check_concrete(values, structure, groups)
-    return declare_p.bind(w, structure=structure, in_axis=w.ndim - 2, out_axis=w.ndim - 1)
+    taps = None if taps is None else tuple(int(t) for t in taps)
+    return declare_p.bind(w, structure=structure, in_axis=w.ndim - 2, out_axis=w.ndim - 1, taps=taps)
 
 
 # --- the primitive: an identity under every transformation ---------------------------------------
@@ -189,6 +195,8 @@ def allowed_defect(dtype: Any, size: int, structure: str) -> float:
 
 def _check_concrete(values: np.ndarray, structure: str, groups: int) -> None:
     dtype = values.dtype
+    if not values.size:
+        return
     values = np.asarray(values, np.promote_types(np.float32, dtype) if dtype.itemsize > 2 else "f4")
     with compat.evaluated_now():
         readings = [np.asarray(d) for d in _readings(values, structure, groups)]
@@ -217,8 +225,12 @@ def _readings(values: np.ndarray, structure: str, groups: int) -> Iterable[Any]:
     spatial_last = np.moveaxis(values.reshape((*values.shape[:2], -1)), -1, 0)  # taps [out, in]
     if structure == "isometric":
         # Windows inside the input: Σ_taps w[j]ᵀ w[j] = I, whatever stride and padding are.
-        yield defect(spatial_first.reshape(-1, values.shape[-1]), structure)
-        yield defect(spatial_last.transpose(0, 2, 1).reshape(-1, values.shape[0]), structure)
+        for rows in (
+            spatial_first.reshape(-1, values.shape[-1]),
+            spatial_last.transpose(0, 2, 1).reshape(-1, values.shape[0]),
+        ):
+            if rows.shape[-1] % groups == 0:
+                yield np.max(np.asarray(defect(np.stack(np.split(rows, groups, -1)), structure)))
         return
     for taps in (spatial_first, np.swapaxes(spatial_last, -1, -2)):
         if taps.shape[-1] % groups == 0:
@@ -238,7 +250,8 @@ def propagate(eqns: Iterable[JaxprEqn], known: Mapping[Any, Declaration]) -> dic
         if eqn.primitive is declare_p:
             rank = eqn.invars[0].aval.ndim
             matrix = (eqn.params["in_axis"], eqn.params["out_axis"])
-            outgoing = [Declaration(eqn.params["structure"], matrix, rank, tuple(range(rank)))]
+            structure, taps = eqn.params["structure"], eqn.params["taps"]
+            outgoing = [Declaration(structure, matrix, rank, tuple(range(rank)), taps=taps)]
         elif incoming and incoming[0] is not None and eqn.primitive in _PASSAGE:
             outgoing = _PASSAGE[eqn.primitive](eqn, incoming)
         else:

@@ -176,7 +176,8 @@ def build(
     - `declarations`, `names`: of the jaxpr's inputs, where something is known of them.
     """
     constants = fold_constants(jaxpr.eqns, consts or {})
-    eqns = merge_padding(jaxpr.eqns, jaxpr.outvars, constants)
+    declared = propagate(jaxpr.eqns, declarations or {})
+    eqns = merge_padding(jaxpr.eqns, jaxpr.outvars, constants, declared)
     outputs = tuple(dict.fromkeys(v for v in outputs if not isinstance(v, Literal)))
     active = active_variables(eqns, state, outputs)
     cutter = Cutter(
@@ -184,7 +185,7 @@ def build(
         results=frozenset(v for v in jaxpr.outvars if not isinstance(v, Literal)),
         outputs=frozenset(outputs),
         active=frozenset(active),
-        declarations=propagate(eqns, declarations or {}),
+        declarations=declared,
         names=propagate_names(eqns, names or {}),
         constants=constants,
     )
@@ -301,12 +302,16 @@ def _expands_by_forking(block: Block) -> bool:
 
 
 def merge_padding(
-    eqns: Sequence[JaxprEqn], results: Sequence[Any], constants: Mapping[Any, np.ndarray]
+    eqns: Sequence[JaxprEqn],
+    results: Sequence[Any],
+    constants: Mapping[Any, np.ndarray],
+    declarations: Mapping[Any, Declaration],
 ) -> list[JaxprEqn]:
     """A zero pad that only a convolution reads is that convolution's padding.
 
     Some libraries write a causal convolution as `jnp.pad` and a valid one; alone the pad would not be
-    submersive.
+    submersive. But where a declaration names the tap that it speaks of, it does so for the padding that
+    is written: with more of it, another tap would be the pivot.
     """
     reads: dict[Any, int] = {}
     for v in (*results, *(v for e in eqns for v in e.invars)):
@@ -320,12 +325,18 @@ def merge_padding(
         elif (
             eqn.primitive is lax.conv_general_dilated_p
             and eqn.invars[0] in pads
+            and not _names_its_tap(eqn.invars[1], declarations)
             and (merged := _padded(eqn, pads[eqn.invars[0]]))
         ):
             kept.remove(pads[eqn.invars[0]])
             eqn = merged
         kept.append(eqn)
     return kept
+
+
+def _names_its_tap(kernel: Any, declarations: Mapping[Any, Declaration]) -> bool:
+    declaration = None if isinstance(kernel, Literal) else declarations.get(kernel)
+    return declaration is not None and declaration.taps is not None
 
 
 def _is_zero_pad(eqn: JaxprEqn, constants: Mapping[Any, np.ndarray]) -> bool:
@@ -347,7 +358,7 @@ def _padded(convolution: JaxprEqn, pad: JaxprEqn) -> JaxprEqn | None:
     ):
         return None
     padding = tuple(
-        (low + config[a][0], high + config[a][1])
+        (int(low + config[a][0]), int(high + config[a][1]))
         for a, (low, high) in zip(spatial, convolution.params["padding"], strict=True)
     )
     return convolution.replace(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from . import certificate, compat, registry
@@ -36,9 +37,33 @@ def inverse_rule(node: Node, trunk: Trunk) -> Rule | None:
     block = node.block
     if block.exports or not block.inputs or not set(block.operands) <= trunk.fixed:
         return None
-    if any(jnp.finfo(v.aval.dtype).bits < 32 for v in block.outputs):
-        return None  # in half precision, what rounding takes away is felt after a few layers
+    if _is_half_inside(node):
+        return None
     return next((rule for rule in registry.rules_for(block) if rule.inverts(block)), None)
+
+
+def _is_half_inside(node: Node) -> bool:
+    """Whether anything is computed in half precision.
+
+    Of a state in half precision, what rounding takes away is felt after a few layers. And a function
+    that rounds a float32 state to half precision takes a difference in the last place to one in the
+    eighth bit, wherever a value lies between two of its own.
+    """
+    x, operands = node.block.structs()
+
+    def moved(x: Any, operands: Any) -> Any:  # its derivative opens every call
+        return jax.jvp(lambda *x: node.block(x, operands), x, x)
+
+    closed = jax.make_jaxpr(moved)(tuple(x), list(operands))
+    pending = [compat.open_jaxpr(closed)[0]]
+    while pending:
+        jaxpr = pending.pop()
+        for v in (*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)):
+            dtype = getattr(v.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+                return True
+        pending += [inner for e in jaxpr.eqns for inner in compat.inner_jaxprs(e)]
+    return False
 
 
 def inverted(node: Node, trunk: Trunk) -> OneBlock | OneScan | None:
@@ -61,6 +86,7 @@ class OneBlock:
     def __init__(self, node: Node, trunk: Trunk, rule: Rule):
         self.node, self.rule = node, rule
         self.origins: tuple[Any, ...] = ()  # data that it starts from
+        self.unread: tuple[Any, ...] = ()  # results that are needed, though nobody else reads them
         self.residual = full_residual(node, trunk)
         self.bytes = self.residual.bytes  # what it takes while it is differentiated
 
@@ -89,7 +115,10 @@ class OneScan:
         first = step.eqn.invars[step.body.counts.consts : step.body.counts.stacked]
         self.first = tuple(first)
         self.origins = tuple(first[j] for j in step.seeded)
-        self.bytes = max(part.bytes for part in layer)
+        shown = {*node.block.outputs, *node.block.exports}
+        self.unread = tuple(v for v in step.eqn.outvars[: len(first)] if v not in shown)
+        # While a layer is differentiated, its gradients lie beside what they are written to.
+        self.bytes = max(part.bytes for part in layer) + 2 * step.operand_bytes
         self.bytes += step.length * step.operand_bytes if step.hoisted else 0
 
     def back(self, fixed: Env, x: Env, h: Env, out: Ledger) -> None:
@@ -147,10 +176,10 @@ def _starts_inside(node: Node, body: Body) -> bool:
 
 
 def _is_chain(trunk: Trunk) -> bool:
-    """Whether the outputs are all that the nodes leave behind, so that they determine the rest."""
+    """Whether the outputs are all that the nodes leave behind, and determine every state."""
     made = [v for n in trunk.nodes for v in n.block.outputs]
     read = {v for n in trunk.nodes for v in n.block.inputs}
-    return {v for v in made if v not in read} == set(trunk.outputs)
+    return {v for v in made if v not in read} == set(trunk.outputs) and set(trunk.state) <= read
 
 
 class Inverted(Stretch):
@@ -168,7 +197,12 @@ class Inverted(Stretch):
         made = dict.fromkeys(v for n in self.nodes for v in n.block.outputs)
         read = dict.fromkeys(v for n in self.nodes for v in n.block.inputs)
         self.starts = tuple(v for v in read if v not in made)
-        self.ends = tuple(v for v in made if v not in read)
+        # A scan's last carry is needed whole, though a part of it may have no other reader, or only
+        # readers without a derivative.
+        scans = [part for part in self.parts if isinstance(part, OneScan)]
+        carries = [v for part in scans for v in part.step.eqn.outvars[: len(part.first)]]
+        self.ends = tuple(dict.fromkeys(v for v in (*made, *carries) if v not in read))
+        self.also = {i: part.unread for i, part in enumerate(self.parts) if part.unread}
 
     @property
     def kept_bytes(self) -> int:
@@ -203,9 +237,9 @@ class Inverted(Stretch):
             hold((x, inputs), (h, inputs), *out.parts(part.node.weights))
         if not self.certify:
             return []
-        pairs = [*zip(self.starts, samples, strict=True)]
-        pairs += [(v, certificate.sample(fixed[v])) for part in self.parts for v in part.origins]
-        return [certificate.compare(x[v], sample) for v, sample in pairs]
+        pairs = [(x[v], sample) for v, sample in zip(self.starts, samples, strict=True)]
+        pairs += [(x[v], certificate.sample(fixed[v])) for part in self.parts for v in part.origins]
+        return [certificate.compare_together(pairs)]
 
 
 def runs(trunk: Trunk) -> list[int]:

@@ -166,7 +166,8 @@ def choose_segments(
         steps = plan_walk(cut, 0, n, options, book=book, envs=envs)[0].steps
     best: Choice | None = None
     chosen: list[Piece] = []
-    reversible = _Reversible(cut) if walks else None
+    # Whoever asks for anchors by number asks for states that are kept, not had by an inverse.
+    reversible = _Reversible(cut) if walks and options.anchor_every is None else None
     for allowed in (True, False) if walks else (False,):
         walked = _Walked(steps, again=options.checkpoint == "auto") if allowed else None
         for limit in _transients(costs, walked, reversible):

@@ -61,6 +61,7 @@ class Stretch:
     def __init__(self, trunk: Trunk, start: int, stop: int):
         self.trunk, self.start, self.stop = trunk, start, stop
         self.nodes = trunk.nodes[start:stop]
+        self.also: dict[int, tuple[Any, ...]] = {}  # further results of nodes that a segment needs
         self.last: dict[Any, int] = {}
         for i, node in enumerate(self.nodes):
             self.last.update((v, i) for v in (*node.block.inputs, *node.block.operands))
@@ -72,7 +73,7 @@ class Stretch:
                 continue
             values = [graph_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
             split = len(node.block.inputs)
-            made = (*node.block.outputs, *node.block.exports)
+            made = (*node.block.outputs, *node.block.exports, *self.also.get(i, ()))
             x.update(zip(made, node.block.values(made, values[:split], values[split:]), strict=True))
             self.drop(x, i, retain)
 

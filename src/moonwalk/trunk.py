@@ -189,7 +189,8 @@ def build(
     - `constants`: inputs that are no data either (numbers known while tracing).
     """
     folded = fold_constants(jaxpr.eqns, consts or {})
-    eqns = graph.merge_padding(jaxpr.eqns, jaxpr.outvars, folded)
+    declared = propagate(jaxpr.eqns, declarations or {})
+    eqns = graph.merge_padding(jaxpr.eqns, jaxpr.outvars, folded, declared)
     active = active_variables(eqns, [*state, *weights], outputs)
     sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
     on_trunk = active & (sides.trunk_vars | set(state))
@@ -201,7 +202,7 @@ def build(
         # A value that is forked has its copies as readers, and they are no equations.
         outputs=frozenset(v for v in (*outputs, *(v for v, _ in forks)) if v in on_trunk),
         active=frozenset(on_trunk),
-        declarations=propagate(eqns, declarations or {}),
+        declarations=declared,
         names=propagate_names(eqns, names or {}),
         constants=folded,
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from weights import normal
 
 import moonwalk as mw
@@ -290,3 +291,29 @@ def test_images_in_bytes(layer):
 def test_what_is_no_layer():
     with pytest.raises(TypeError, match="layer 1 is no layer but int"):
         nn.Sequential([nn.Abs(), 3])
+
+
+@pytest.mark.parametrize("stride", [2, slow(3)])
+def test_a_pad_in_front_does_not_move_the_pivot(stride):
+    """The layer chose its tap for the padding that it knows of."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    convs = [nn.Conv1d(4, 4, 3, stride=stride, pivot="diagonal", key=k) for k in keys[:3]]
+    params, static = eqx.partition(convs, eqx.is_inexact_array)
+
+    def loss(params, x):
+        for conv in eqx.combine(params, static):
+            x = jnp.abs(conv(jnp.pad(x, ((0, 0), (1, 1), (0, 0)))))
+        return jnp.mean(x**2)
+
+    x = jax.random.normal(keys[3], (8, 64, 4))
+    truth = jax.grad(loss)(params, x)
+    for found in (jax.jit(mw.grad(loss))(params, x), mw.grad(loss)(params, x)):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_orthogonal_convolutions_of_one_tap_and_of_integers():
+    layer = nn.OrthogonalConv1d(4, 1, key=jax.random.key(0))
+    assert layer(jnp.ones((2, 8, 4))).shape == (2, 8, 4)
+    with pytest.raises(TypeError, match="takes floating-point arrays"):
+        layer(jnp.arange(32).reshape(1, 8, 4))

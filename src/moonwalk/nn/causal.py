@@ -85,7 +85,7 @@ class CausalConv1d(eqx.Module):
         # D V_j, where inputs beyond the pivot's have no entry in D
         scale = jnp.concatenate([constraints.bounded(raw_pivot), jnp.ones(m - out, raw.dtype)])
         others = scale[:, None] * constraints.stable_taps(raw)
-        return declare(jnp.concatenate([others, pivot[None]]), "diagonal")
+        return declare(jnp.concatenate([others, pivot[None]]), "diagonal", taps=(raw.shape[0],))
 
     def __call__(
         self, x: Float[Array, "*batch n c"], *, key: Array | None = None

@@ -143,7 +143,7 @@ def pivot_kernel(
     here = np.zeros((*raw.shape[:-2], 1, 1), bool)
     here[tuple(taps)] = True
     word = "lower" if structure == "lower" else "diagonal"
-    return declare(jnp.where(here, made, raw), word, groups=groups)
+    return declare(jnp.where(here, made, raw), word, groups=groups, taps=taps)
 
 
 def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[Array, "*stack"]:

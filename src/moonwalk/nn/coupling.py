@@ -106,9 +106,8 @@ def _join(halves: list[Any], like: Any) -> Any:
 
 def _split(f: Callable[..., Any], x: Any, which: int, key: Any) -> tuple[Any, Any]:
     """The arrays of a function of one half of x, those that it closes over too, and the rest of it."""
-    if not isinstance(f, eqx.Module):
-        keyed = {} if key is None else {"key": key}
-        f = eqx.filter_closure_convert(f, jax.eval_shape(lambda x: _half(x, which), x), **keyed)
+    keyed = {} if key is None else {"key": key}
+    f = eqx.filter_closure_convert(f, jax.eval_shape(lambda x: _half(x, which), x), **keyed)
     arrays, static = eqx.partition(f, eqx.is_array)
     return (arrays, key), static
 

@@ -10,11 +10,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .dense import Linear
+from .inputs import checked, convolve
 from .paraunitary import Raw, paraunitary_init, paraunitary_kernel
 from .pooling import Unshuffle
 
 PADDINGS = ("CIRCULAR", "ZEROS")
-SPATIAL = "DHW"
 
 
 class OrthogonalConv(eqx.Module):
@@ -59,13 +59,8 @@ class OrthogonalConv(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
     ) -> Float[Array, "*batch_and_size c"]:
-        d, channels, dtype = self.dims, self.raw.matrix.shape[-1], x.dtype
-        if x.ndim < d + 1 or x.shape[-1] != channels:
-            raise ValueError(
-                f"{type(self).__name__}: takes arrays [..., {'size, ' * d}{channels}], channels last, "
-                f"got the shape {x.shape}"
-            )
-        batch, size = x.shape[: -d - 1], x.shape[-d - 1 : -1]
+        d, dtype = self.dims, x.dtype
+        size = checked(type(self).__name__, x, d, self.raw.matrix.shape[-1])
         # Rounded to half precision a kernel is orthogonal no more: the product is rounded instead.
         w = self.weight.astype(jnp.promote_types(dtype, jnp.float32))
         reach = w.shape[0] - 1
@@ -75,20 +70,16 @@ class OrthogonalConv(eqx.Module):
                 f"{type(self).__name__}: {reach + 1} taps go around an axis of {min(size)} more than "
                 "once; take a smaller kernel_size, or padding='ZEROS'"
             )
-        if len(batch) != 1:
-            x = x.reshape((-1, *x.shape[len(batch) :]))
-        x = x.astype(w.dtype)
+        # One batch axis before the wrap-around copy: a walk takes that and the convolution together.
+        batch = x.shape[: x.ndim - d - 1]
+        x = x.astype(w.dtype).reshape((-1, *x.shape[len(batch) :]))
         pads = ((low, high),) * d
         if self.padding == "CIRCULAR":
             for axis in range(1, d + 1):
                 x = _wrapped(x, axis, low, high)
             pads = ((0, 0),) * d
-        letters = SPATIAL[-d:]
-        y = lax.conv_general_dilated(
-            x, w, (1,) * d, pads, dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C")
-        ).astype(dtype)
-        if len(batch) != 1:
-            y = y.reshape((*batch, *y.shape[1:]))
+        y = convolve(x, w, (1,) * d, pads).astype(dtype)
+        y = y.reshape((*batch, *y.shape[1:]))
         return y if self.bias is None else y + self.bias.astype(dtype)
 
 

@@ -53,6 +53,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.settings = {str(k): v for k, v in settings.items()}
         self.protected: set[int] = set()
+        self.needs: dict[int, int] = {}  # from which step's weights a checkpoint's plan was made
         options = orbax.CheckpointManagerOptions(
             create=True, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
@@ -92,9 +93,13 @@ class Checkpoints:
             args=args.Composite(state=args.StandardSave(_numbered(leaves)), about=args.JsonSave(about)),
         )
         self.manager.wait_until_finished()
-        free = [s for s in self.steps() if s not in self.protected]
-        for step in free[: -self.keep]:
-            self.manager.delete(step)
+        self.needs[saved.step] = saved.planned[0]
+        there = self.steps()
+        kept = {*[s for s in there if s not in self.protected][-self.keep :], *self.protected}
+        kept |= {self.needs[s] for s in kept if s in self.needs}
+        for step in there:
+            if step not in kept:
+                self.manager.delete(step)
 
     def latest(self, like: Any) -> Saved | None:
         """The last whole checkpoint, checked; `like`: a state of the same structure."""
@@ -103,6 +108,9 @@ class Checkpoints:
             return None
         found = self.at(step, like)
         self.protected = {found.planned[0]}
+        for earlier in self.steps():
+            about = self._read(earlier, "about", self.orbax.args.JsonRestore())
+            self.needs[earlier] = int(about.get("planned", [0])[0])
         return found
 
     def at(self, step: int, like: Any) -> Saved:
