@@ -36,6 +36,7 @@ def test_the_examples_of_a_page(tmp_path, page, count):
     assert done.stdout == "".join(expected), done.stderr
 
 
+@pytest.mark.slow
 def test_the_walk_by_hand():
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "by_hand.py"], capture_output=True, text=True

@@ -126,6 +126,7 @@ def he_stack(depth, seed=0):
     return list(ws), x, t
 
 
+@pytest.mark.slow
 def test_the_papers_layers_stay_exact_by_plan():
     """24 layers of slope 0.01 have a gain of 1e43; anchors and recomputation keep the gradient."""
     loss, args = triangular(0.01), cast(he_stack(24), jnp.float32)

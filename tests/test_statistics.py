@@ -348,7 +348,6 @@ FAST = {
     "LayerNorm",
     "RMSNorm",
     "BatchNorm, scale folded in",
-    "Equinox LayerNorm",
     "Flax GroupNorm",
 }
 
