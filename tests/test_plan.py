@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow
 from weights import general, lower, normal, orthogonal
 
 import moonwalk as mw
@@ -208,7 +209,7 @@ def test_options_and_keywords():
     np.testing.assert_allclose(found[0], 2 * expected[0], rtol=1e-9)
 
 
-@pytest.mark.parametrize("make", [loss_of, scan_of])
+@pytest.mark.parametrize("make", [slow(loss_of), scan_of])
 def test_measured_gains(make):
     """Nothing is declared: values say what a trace cannot, and the plan carries it into jit."""
     loss = make(dense)
@@ -369,5 +370,6 @@ def test_a_unet_keeps_at_most_what_its_plan_says():
     assert compiled.memory_analysis().temp_size_in_bytes <= 1.25 * plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_unet():
     check(unet, UNET)

@@ -309,6 +309,7 @@ def test_float32_over_many_layers():
     assert relative(found, expected) < 2e-6
 
 
+@pytest.mark.slow
 def test_gains_compound_and_anchors_stop_them():
     plan, found, expected = differentiated("scan", 16, 3, 8, 0.4, 24, np.float32)
     (row,) = fragments_of(plan)

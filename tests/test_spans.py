@@ -238,6 +238,7 @@ def test_eagerly_and_reversed():
     assert difference(found, jax.grad(fun)(ws, x)) <= 1e-12
 
 
+@pytest.mark.slow
 def test_the_grid_moves_from_layer_to_layer():
     ws, x = layers(5, 3, scale=0.3), normal(2, 30, 4)
     fun = functools.partial(looped, padding=(1, 3))
@@ -497,6 +498,7 @@ def test_a_scheme_that_is_not_exact_enough():
     assert np.isnan(found).all()
 
 
+@pytest.mark.slow
 def test_fragments_asked_for_are_taken():
     """Whatever is known of their error, and whatever the tolerance is."""
     ws, x = layers(3, 3, scale=0.3, dtype=np.float32), normal(2, 40, 4, dtype=np.float32)
@@ -517,6 +519,7 @@ def test_spans_are_no_longer_than_their_axes():
     assert way.span == 8
 
 
+@pytest.mark.slow
 def test_a_span_too_short_for_a_layer_that_needs_none():
     ws = jnp.stack([kernel(9, 4, seed=s, scale=0.1) for s in range(2)])
     fun = functools.partial(looped, padding=(0, 8))
