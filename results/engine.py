@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -279,25 +280,31 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", mw.PlanWarning)
     on_gpu = jax.default_backend() == "gpu"
-    commit = arguments.commit or _commit()
-    figures: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": commit,
-    }
-
-    def record(name: str, value: Any) -> None:
-        figures[name] = value
-        print(name, json.dumps(value, indent=2), flush=True)
-
+    record = recorder(arguments)
     record("dense_time", dense_time(*((2**20, 64, 10) if on_gpu else (4096, 64, 9))))
     record("dense_memory", dense_memory(16384))
     record("loop_memory", loop_memory(16384))
     record("unet_memory", unet_memory(16384))
     for name in _PLAIN:
         record(f"plain_{name}", plain(name))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def recorder(arguments: argparse.Namespace, **more: Any) -> Callable[[str, Any], None]:
+    """A function that prints a figure, and writes all so far to `--out`: a run may be cut off."""
+    figures: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": arguments.commit or _commit(),
+        **more,
+    }
+
+    def record(name: str, value: Any) -> None:
+        figures[name] = value
+        print(name, json.dumps(value, indent=2), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+    return record
 
 
 def _commit() -> str:

@@ -151,18 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", mw.PlanWarning)
     data = mw.data.mnist1d()
-    figures: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": arguments.commit or base._commit(),
-    }
-
-    def record(name: str, value: Any) -> None:
-        figures[name] = value
-        print(name, json.dumps(value, indent=2), flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-
+    record = base.recorder(arguments)
     if arguments.only != "accuracy":
         record("deep", deep(data, arguments.channels, 1000, 50, 1e-3))
     if arguments.only != "deep":

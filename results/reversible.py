@@ -8,7 +8,6 @@ transformer, on a CPU they are tiny and only memory means anything: `python resu
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +91,9 @@ def main() -> None:
     sizes: dict[str, Any] = {"in_shape": (32, 32, 3), "batch": 16, "width": 32, "heads": 4, "patch": 4}
     if is_gpu:
         sizes = {"in_shape": (128, 128, 3), "batch": 64, "width": 384, "heads": 6, "patch": 8}
-    figures: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": given.commit or base._commit(),
-        "sizes": sizes,
-    }
+    record = base.recorder(given, sizes=sizes)
     for depth in given.depths:
-        figures[f"{depth} blocks"] = measure(depth, sizes, 10 if is_gpu else 3)
-        print(depth, json.dumps(figures[f"{depth} blocks"], indent=2), flush=True)
-        if given.out:
-            given.out.write_text(json.dumps(figures, indent=2) + "\n")
+        record(f"{depth} blocks", measure(depth, sizes, 10 if is_gpu else 3))
 
 
 if __name__ == "__main__":

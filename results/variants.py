@@ -196,18 +196,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="the commit, where git is not at hand")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", mw.PlanWarning)
-    figures: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": arguments.commit or base._commit(),
-    }
-
-    def record(name: str, value: Any) -> None:
-        figures[name] = value
-        print(name, json.dumps(value, indent=2), flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-
+    record = base.recorder(arguments)
     on_gpu = jax.default_backend() == "gpu"
     record(
         "isometric_conv", conv_run(*((1024, (128, 2048, 256), 3) if on_gpu else (64, (4, 64, 16), 5)))

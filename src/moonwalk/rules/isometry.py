@@ -48,8 +48,19 @@ from .kernels import geometry_of
 from .windows import Axis
 
 
+class _Orthonormal(Rule):
+    """What is common to both: h' by orthonormal rows."""
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=True)
+
+    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
+        return self.alarms(block, (), _pullback(block, operands))
+
+
 @register_region
-class Isometry(Rule):
+class Isometry(_Orthonormal):
     """A convolution whose kernel is declared "isometric"."""
 
     name = "isometry"
@@ -78,13 +89,6 @@ class Isometry(Rule):
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         del factors
         return cast_like_outputs(block, pushforward(block, kept, h))
-
-    def gain(self, block: Block, operands: Any = None) -> Gain:
-        del block, operands
-        return Gain(1.0, mixes=True)
-
-    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
-        return self.alarms(block, (), _pullback(block, operands))
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         """J Jᵀ u = u on a random u."""
@@ -122,7 +126,7 @@ def _cuts(block: Block) -> str:
 
 
 @dataclass(frozen=True)
-class Edges(Fragmental):
+class Edges(_Orthonormal, Fragmental):
     """Windows that padding cuts off: keeps h' there.
 
     The edges are cut into strips, the first and the last windows along each axis; of each, the axes
@@ -156,13 +160,6 @@ class Edges(Fragmental):
         for (start, _), strip in zip(self._strips(block), fragment, strict=True):
             whole = lax.dynamic_update_slice(whole, strip.astype(whole.dtype), start)
         return (whole,)
-
-    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        del block, operands
-        return Gain(1.0, mixes=True)
-
-    def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
-        return self.alarms(block, (), _pullback(block, operands))
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         """J Jᵀ u = u on a random u inside; at the edges both are zero."""
