@@ -24,8 +24,8 @@ SAMPLES = 64
 class Certificate(NamedTuple):
     """What a walk measured of itself.
 
-    - `error`: the largest sampled relative error of a swept cotangent over all blocks; 0 where nothing
-        was walked.
+    - `error`: the largest sampled relative error of a swept cotangent over all blocks, or of a state
+        that inverses arrived at; 0 where nothing was walked or inverted.
     - `closure`: the largest of those errors at the ends of walks, where every earlier one has arrived.
     """
 
