@@ -1,10 +1,10 @@
 """Isometric networks on MNIST-1D: 100 layers trained by Moonwalk and by backpropagation; 1,000 layers.
 
 The first part trains the same networks from the same seeds with the same batches, differentiated by
-either method, and compares their accuracies on the 1,000 test signals: over several seeds, trained side by
-side (`vmap`), since two runs of one method on a GPU already end a point apart. The second takes 50 steps
-through 1,000 layers and compares the temporaries of the compiled gradient (`memory_analysis()`): Moonwalk, `jax.grad`, and
-`jax.checkpoint` every so many layers.
+either method, and compares their accuracies on the 1,000 test signals: over several seeds, side by side
+(`vmap`), since two runs of one method on a GPU already end a point apart. The second takes 50 steps
+through 1,000 layers and compares the temporaries of the compiled gradient (`memory_analysis()`):
+Moonwalk, `jax.grad`, and `jax.checkpoint` every so many layers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def train(model: Any, data: Any, method: str, rate: float, steps: int, seed: int
 def train_many(
     models: Any, data: Any, method: str, rate: float, steps: int, seeds: int
 ) -> dict[str, Any]:
-    """One run of every seed's network, all in one program: accuracies on the test signals, last losses."""
+    """One run of every seed's network, all in one program: accuracies and last losses."""
     params, loss = split(models)
     optimizer = optimiser(rate, steps)
     differentiate = DIFFERENTIATE[method](loss)
