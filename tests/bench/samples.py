@@ -52,7 +52,9 @@ def record(
         "argument_bytes": 1000 if ok else None,
         "output_bytes": 1000 if ok else None,
         "peak_bytes": int(1.2 * gib * GIB) if ok else None,
-        "seconds": {"median": seconds, "low": 0.95 * seconds, "high": 1.1 * seconds, "runs": 5} if ok else None,
+        "seconds": {"median": seconds, "low": 0.95 * seconds, "high": 1.1 * seconds, "runs": 5}
+        if ok
+        else None,
         "compile_seconds": 1.0 if ok else None,
         "gradient_error": error if ok else None,
         "reference": "backprop, float64",
@@ -74,7 +76,12 @@ def fig2():
                 if depth < 8
                 else record("fig2", "backprop", depth, status="oom", variant=variant),
                 record(
-                    "fig2", "checkpoint-sqrt", depth, gib=1.1 * depth**0.5, seconds=2.6e-3 * depth, variant=variant
+                    "fig2",
+                    "checkpoint-sqrt",
+                    depth,
+                    gib=1.1 * depth**0.5,
+                    seconds=2.6e-3 * depth,
+                    variant=variant,
                 ),
                 record(
                     "fig2",
@@ -86,6 +93,9 @@ def fig2():
                     variant=variant,
                 ),
             ]
+    for slope in (0.1, 0.3):
+        for method, error in (("moonwalk-as-printed", 0.02 / slope**4), ("moonwalk", 1e-6)):
+            records.append(record("fig2", method, 8, error=error, variant=f"lower, slope {slope}"))
     return result("fig2", records)
 
 
@@ -117,13 +127,21 @@ def fig3():
 
 
 def depth():
-    sizes = {"backprop": 40, "checkpoint-block": 80, "checkpoint-sqrt": 600, "moonwalk": 1100, "moonwalk-checkpoint": 4000}
+    sizes = {
+        "backprop": 40,
+        "checkpoint-block": 80,
+        "checkpoint-sqrt": 600,
+        "moonwalk": 1100,
+        "moonwalk-checkpoint": 4000,
+    }
     return result("depth", [record("depth", m, d, network="isometric") for m, d in sizes.items()])
 
 
 def batch():
     sizes = {"backprop": 64, "checkpoint": 300, "moonwalk": 1000}
-    return result("batch", [record("batch", m, 32, batch=b, network="isometric") for m, b in sizes.items()])
+    return result(
+        "batch", [record("batch", m, 32, batch=b, network="isometric") for m, b in sizes.items()]
+    )
 
 
 def pareto():
@@ -166,7 +184,13 @@ def vijp():
     return result("vijp", [record("vijp", "vijp", network="rules", extra={"cases": cases})])
 
 
-ORDERS = {"backprop": (1, 1), "checkpoint": (0.5, 1), "forward": (0, 2), "moonwalk": (0.9, 1), "pure-forward": (0, 1)}
+ORDERS = {
+    "backprop": (1, 1),
+    "checkpoint": (0.5, 1),
+    "forward": (0, 2),
+    "moonwalk": (0.9, 1),
+    "pure-forward": (0, 1),
+}
 
 
 def table1():

@@ -1,6 +1,6 @@
 """What is drawn of an experiment: records → rows of panels, as plain data.
 
-`figures` draws them with Matplotlib and `report` with Plotly; both show the same points, colours and marks.
+`figures` draws them with Matplotlib, `plots` with Plotly: the same points, colours and marks.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ STYLES = {
     "reversible": Style(_SKY, "solid", "cross"),
     "moonwalk": Style(_RED, "solid", "diamond"),
     "moonwalk-checkpoint": Style(_RED, "dash", "diamond"),
+    "moonwalk-as-printed": Style(_RED, "dot", "cross"),
     "moonwalk-fragment-4": Style(_GREEN, "solid", "diamond"),
     "moonwalk-fragment-8": Style(_GREEN, "dash", "diamond"),
     "moonwalk-fragment-16": Style(_GREEN, "dot", "diamond"),
@@ -79,7 +80,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one method; `end` is where and why there are no more: (x, y, status); `note` stands at the last."""
+    """Points of one method.
+
+    `end` is where and why there are no more, (x, y, status); `note` stands at the last point.
+    """
 
     name: str
     style: Style
@@ -131,17 +135,46 @@ def chart(result: Mapping[str, Any]) -> Chart | None:
 # --- fig2, fig3: against depth ------------------------------------------------------------------------
 
 
+MEASURES = {
+    "temp_bytes": "temporaries of the program",
+    "peak_bytes": "peak of the process",
+    "seconds": "time of one gradient",
+    "gradient_error": "relative error of the gradient",
+}
+
+
 def _against_depth(records: Sequence[Record]) -> list[Row]:
-    rows = []
+    """Lines where a network was measured at several depths; those at one depth share a row of bars."""
+    rows, single = [], []
     for title, group in _grouped(records).items():
-        panels = [
-            _lines("temporaries of the compiled program", "depth", "temp_bytes", group, records),
-            _lines("peak of the process", "depth", "peak_bytes", group, records),
-            _lines("time of one gradient", "depth", "seconds", group, records),
-            _lines("relative error of the gradient", "depth", "gradient_error", group, records),
-        ]
+        if len({r["task"]["depth"] for r in group}) == 1:
+            single += group
+            continue
+        panels = [_lines(label, "depth", name, group, records) for name, label in MEASURES.items()]
+        rows.append(Row(title, tuple(p for p in panels if p is not None)))
+    if single:
+        depths = sorted({r["task"]["depth"] for r in single})
+        panels = [_at_one_depth(label, name, single, records) for name, label in MEASURES.items()]
+        title = f"other variants, {' and '.join(map(str, depths))} layers"
         rows.append(Row(title, tuple(p for p in panels if p is not None)))
     return rows
+
+
+def _at_one_depth(title: str, name: str, group: list[Record], records: Sequence[Record]) -> Panel | None:
+    usable = [(r, v) for r in group if r["status"] == "ok" and (v := value(r, name)) is not None]
+    if not usable:
+        return None
+    wide = name == "gradient_error"
+    scale, unit = unit_of(name, max(v for _, v in usable))
+    series = []
+    for record, v in usable:
+        task, y = record["task"], max(v, _NOTHING) if wide else v
+        label = f"{task['variant'] or task['network']}: {task['method']}"
+        bar = _point(record, label, y / scale, name, scale, records)
+        series.append(Series(label, style_of(task["method"]), (bar,)))
+    reference = judgement.TOLERANCE if wide else None
+    named = "what a method may add" if wide else ""
+    return Panel(title, unit, "", tuple(series), "bars", wide, False, reference, named)
 
 
 def _grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -166,7 +199,9 @@ def value(record: Record, name: str) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def _lines(title: str, axis: str, name: str, group: list[Record], records: Sequence[Record]) -> Panel | None:
+def _lines(
+    title: str, axis: str, name: str, group: list[Record], records: Sequence[Record]
+) -> Panel | None:
     """One line per method; where the next size ran out of memory, it ends in a mark."""
     numbers = [v for r in group if (v := value(r, name)) is not None]
     if not numbers:
@@ -220,7 +255,11 @@ def describe(record: Record, found: str) -> str:
     """What a reader sees who points at it."""
     task = record["task"]
     parts = [task["method"], f"{task['depth']} layers, width {task['width']}, batch {task['batch']}"]
-    for name, label in (("temp_bytes", "temporaries"), ("peak_bytes", "process peak"), ("seconds", "time")):
+    for name, label in (
+        ("temp_bytes", "temporaries"),
+        ("peak_bytes", "process peak"),
+        ("seconds", "time"),
+    ):
         if (number := value(record, name)) is not None:
             scale, unit = unit_of(name, number)
             parts.append(f"{label} {number / scale:.3g} {unit}")
@@ -382,12 +421,16 @@ def _growth(records: Sequence[Record]) -> list[Row]:
                 method = record["task"]["method"]
                 slope = f"{method}<br>grows as x^{fit.exponent:.2f}"
                 scale = 2**20 if name == "temp_bytes" else 1e-3
-                drawn = tuple(Point(x, y / scale, f"{slope}<br>{x:g}: {y / scale:.3g}") for x, y in points)
+                drawn = tuple(
+                    Point(x, y / scale, f"{slope}<br>{x:g}: {y / scale:.3g}") for x, y in points
+                )
                 note = f"{fit.exponent:.1f}"
                 series.append(Series(method, style_of(method), drawn, note=note.replace("-0.0", "0.0")))
             unit = "MiB of temporaries" if name == "temp_bytes" else "ms"
             if series:
-                panels.append(Panel(f"{title} against {axis}", label, unit, tuple(series), "lines", True, True))
+                panels.append(
+                    Panel(f"{title} against {axis}", label, unit, tuple(series), "lines", True, True)
+                )
         rows.append(Row(title, tuple(panels)))
     return rows
 

@@ -65,7 +65,9 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("figures are drawn by Matplotlib: pip install 'moonwalk-jax[plots]'") from error
+        raise ImportError(
+            "figures are drawn by Matplotlib: pip install 'moonwalk-jax[plots]'"
+        ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -74,9 +76,10 @@ def _pyplot() -> Any:
 
 def _figure(plt: Any, found: Chart, text: str) -> Any:
     columns = max(len(row.panels) for row in found.rows)
-    bars = any(p.kind == "bars" for p in found.panels)
+    bars = all(p.kind == "bars" for p in found.panels)
     heights = [
-        max(0.6 + 0.28 * len(p.series) if p.kind == "bars" else 3.0 for p in row.panels) for row in found.rows
+        max(0.6 + 0.28 * len(p.series) if p.kind == "bars" else 3.0 for p in row.panels)
+        for row in found.rows
     ]
     scattered = any(p.kind == "scatter" for p in found.panels)
     width = 8.5 if bars else max((5.2 if scattered else 3.5) * columns, 7.5)
@@ -90,7 +93,15 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
         axes = part.subplots(1, len(row.panels), squeeze=False)[0]
         for axis, panel in zip(axes, row.panels, strict=True):
             _DRAW[panel.kind](axis, panel)
-            axis.set_title(panel.title, loc="left", pad=16 if panel.kind == "bars" and panel.reference else 6)
+            if (
+                panel.kind == "bars"
+                and axis is not axes[0]
+                and _names_of(panel) == _names_of(row.panels[0])
+            ):
+                axis.set_yticklabels([])  # they stand at the first
+            axis.set_title(
+                panel.title, loc="left", pad=16 if panel.kind == "bars" and panel.reference else 6
+            )
             placed.append((axis, panel))
     strip = 0.24 / figure.get_figheight()  # below everything, for where it was measured
     if not _legend(figure, found):
@@ -139,7 +150,9 @@ def _lines(axis: Any, panel: Panel) -> None:
             axis.plot([x], [y], ls="", marker="x", ms=8, mew=2.2, **look)
     _across(axis, panel, vertical=False)
     _scales(axis, panel)
-    ticks = sorted({p.x for s in panel.series for p in s.points} | {s.end[0] for s in panel.series if s.end})
+    ticks = sorted(
+        {p.x for s in panel.series for p in s.points} | {s.end[0] for s in panel.series if s.end}
+    )
     if len(ticks) <= 7:
         axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axis.minorticks_off()
@@ -150,7 +163,15 @@ def _lines(axis: Any, panel: Panel) -> None:
 def _wrong(axis: Any, series: Series) -> None:
     bad = [p for p in series.points if p.wrong]
     axis.plot(
-        [p.x for p in bad], [p.y for p in bad], ls="", marker="o", ms=11, mfc="none", mec=WRONG, mew=1.6, zorder=4
+        [p.x for p in bad],
+        [p.y for p in bad],
+        ls="",
+        marker="o",
+        ms=11,
+        mfc="none",
+        mec=WRONG,
+        mew=1.6,
+        zorder=4,
     )
 
 
@@ -183,7 +204,14 @@ def _bars(axis: Any, panel: Panel) -> None:
     axis.barh(places, [p.y - start for p in points], left=start, color=colours, height=0.68, zorder=3)
     spans = [(y, p.low, p.high) for y, p in zip(places, points, strict=True) if p.low is not None]
     if spans:
-        axis.hlines([s[0] for s in spans], [s[1] for s in spans], [s[2] for s in spans], color="#222222", lw=1, zorder=4)
+        axis.hlines(
+            [s[0] for s in spans],
+            [s[1] for s in spans],
+            [s[2] for s in spans],
+            color="#222222",
+            lw=1,
+            zorder=4,
+        )
     for place, point in zip(places, points, strict=True):
         end = max(point.y, point.high or 0, start)
         label = f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}"
@@ -213,7 +241,9 @@ def _names(axis: Any, panel: Panel) -> None:
         for s in panel.series
         if panel.kind == "scatter" or s.note
     ]
-    taken = [(*(axis.transData.transform((p.x, p.y)) - 5), 10.0, 10.0) for s in panel.series for p in s.points]
+    taken = [
+        (*(axis.transData.transform((p.x, p.y)) - 5), 10.0, 10.0) for s in panel.series for p in s.points
+    ]
     per_point = axis.figure.dpi / 72
     for text, point, colour in texts:
         x, y = axis.transData.transform((point.x, point.y))
@@ -231,8 +261,15 @@ def _names(axis: Any, panel: Panel) -> None:
         _, dx, dy, box = best
         taken.append(box)
         side = "left" if dx > 0 else "right" if dx < 0 else "center"
-        place: dict[str, Any] = {"xytext": (dx, dy), "textcoords": "offset points", "ha": side, "va": "center"}
-        axis.annotate(text, (point.x, point.y), fontsize=7.5, color=colour, annotation_clip=False, **place)
+        place: dict[str, Any] = {
+            "xytext": (dx, dy),
+            "textcoords": "offset points",
+            "ha": side,
+            "va": "center",
+        }
+        axis.annotate(
+            text, (point.x, point.y), fontsize=7.5, color=colour, annotation_clip=False, **place
+        )
 
 
 _PLACES = [(d, v) for v in (0, 7, -7, 14, -14, 21, -21, 28) for d in (8, -8, 0) if (d, v) != (0, 0)]
@@ -269,6 +306,10 @@ def _across(axis: Any, panel: Panel, vertical: bool) -> None:
 _DRAW = {"lines": _lines, "scatter": _scatter, "bars": _bars}
 
 
+def _names_of(panel: Panel) -> list[str]:
+    return [series.name for series in panel.series]
+
+
 def _legend(figure: Any, found: Chart) -> bool:
     """One for the figure: the lines, and what the marks mean, as far as they occur. Is there any?"""
     from matplotlib.lines import Line2D
@@ -298,5 +339,7 @@ def _legend(figure: Any, found: Chart) -> bool:
     if entries:
         room = figure.get_figwidth() - 3.4  # inches beside the caption
         columns = min(len(entries), max(1, int(room / (0.45 + 0.068 * max(map(len, entries))))))
-        figure.legend(handles=list(entries.values()), loc="outside lower left", ncols=columns, fontsize=8)
+        figure.legend(
+            handles=list(entries.values()), loc="outside lower left", ncols=columns, fontsize=8
+        )
     return bool(entries)

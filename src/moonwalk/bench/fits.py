@@ -1,7 +1,8 @@
-"""How fast a figure grows, and where two of them cross: log-log fits, and verdicts beside the paper's orders."""
+"""How fast a figure grows beside the paper's orders, and where two figures cross: fits on logarithms."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ SLACK = 0.2
 class Fit:
     """y ≈ factor · x^exponent over the larger sizes.
 
-    `spread` is the largest |log₂| of a measured y over the fitted one: 0 is a straight line, 1 a factor of two.
+    `spread` is the largest |log₂| of a measured y over the fitted one: 0 for a straight line, 1 for a
+    factor of two.
     """
 
     exponent: float
@@ -31,7 +33,7 @@ class Fit:
 def growth(xs: Sequence[float], ys: Sequence[float | None], tail: int = 3) -> Fit | None:
     """The growth exponent of y in x: least squares on logarithms, over the `tail` largest sizes.
 
-    The orders of the paper speak of large sizes; at small ones constants hide the growth. Sizes without a
+    The paper's orders speak of large sizes; at small ones constants hide the growth. Sizes without a
     measurement (None, not finite, not positive) are left out; with fewer than two there is no fit.
 
     **Example:**
@@ -98,7 +100,7 @@ def crossover(
         for x, a, b in zip(xs, first, second, strict=True)
         if a is not None and b is not None and a > 0 and b > 0
     )
-    for (u0, d0), (u1, d1) in zip(usable, usable[1:], strict=False):
+    for (u0, d0), (u1, d1) in itertools.pairwise(usable):
         if d0 == 0:
             return round(math.exp(u0), 9)
         if d0 * d1 < 0:

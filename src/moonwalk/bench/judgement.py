@@ -1,7 +1,7 @@
 """Is a measured gradient right? One answer for tables, figures and the report.
 
-Errors are measured against a better reference, float64 or full float32, so backpropagation has one too: in
-TF32 a deep network's may be several per cent. What counts against a method is the error that it adds.
+Errors are measured against a better reference, float64 or full float32, so backpropagation has one
+too: in TF32 a deep network's may be several per cent. What counts is the error that a method adds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def floor(record: Record, records: Iterable[Record]) -> float:
 
 
 def verdict(record: Record, records: Iterable[Record]) -> str:
-    """ "exact", "WRONG", "estimate", "unchecked", or why there is nothing to judge (the record's status)."""
+    """ "exact", "WRONG", "estimate", "unchecked"; or the status, where there is nothing to judge."""
     if record["status"] != "ok":
         return record["status"]
     error = record.get("gradient_error")

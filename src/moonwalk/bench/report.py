@@ -1,7 +1,7 @@
 """All results as one HTML file that needs nothing else: plots to look into, tables, verdicts.
 
-Plotly's script is inlined. A content security policy forbids the page every request, so that it cannot need a
-network, today or later.
+Plotly's script is inlined. A content security policy forbids the page every request, so that it
+cannot need a network, today or later.
 """
 
 from __future__ import annotations
@@ -9,33 +9,31 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .charts import ENDS, TITLES, WRONG, Panel, Series, chart
+from .charts import ENDS, TITLES, chart
 from .judgement import TOLERANCE, verdict
+from .plots import plot
+from .tasks import Table
 
+_SIZES = ("network", "variant", "method", "depth", "width", "batch")
 _FACTS = ("device", "jax", "jaxlib", "moonwalk", "commit", "python", "date")
-_DASHES = {"solid": "solid", "dash": "dash", "dot": "dot", "dashdot": "dashdot"}
-_MARKERS = {
-    "circle": "circle",
-    "square": "square",
-    "diamond": "diamond",
-    "triangle": "triangle-up",
-    "cross": "cross",
-    "star": "star",
-}
 
 
-def write(path: str | Path, results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Any]]) -> Path:
+def write(
+    path: str | Path, results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Table]]
+) -> Path:
     """Writes the report.
 
     **Arguments:**
 
     - `path`: of the HTML file.
     - `results`: what the store holds, one mapping per experiment.
-    - `tables`: the tables (`title`, `columns`, `rows`, `notes`) of each experiment, by its name.
+    - `tables`: what `summary` of each experiment made of its records, by its name.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,12 +41,12 @@ def write(path: str | Path, results: Sequence[Mapping[str, Any]], tables: Mappin
     return path
 
 
-def render(results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Any]]) -> str:
+def render(results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Table]]) -> str:
     """The report as text."""
     plots: list[dict[str, Any]] = []
     sections = [_section(result, tables.get(result["experiment"], ()), plots) for result in results]
     parts = {
-        "style": _STYLE,
+        "style": _file("page.css"),
         "contents": "".join(
             f'<a href="#{r["experiment"]}">{html.escape(r["experiment"])}</a>' for r in results
         ),
@@ -57,12 +55,14 @@ def render(results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[A
         "sections": "".join(sections),
         "plotly": _plotly(),
         "plots": json.dumps(plots, allow_nan=False).replace("</", "<\\/"),
-        "script": _SCRIPT,
+        "script": _file("page.js"),
+        "tolerance": f"{TOLERANCE:g}",
     }
-    page = _PAGE
-    for name, text in parts.items():
-        page = page.replace(f"@@{name}@@", text)
-    return page
+    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return resources.files(str(__package__)).joinpath(name).read_text(encoding="utf-8")
 
 
 def _plotly() -> str:
@@ -80,8 +80,7 @@ def _facts(results: Sequence[Mapping[str, Any]]) -> str:
     """What all results have in common stands on top; what they do not, at each experiment."""
     rows = []
     for name in _FACTS:
-        found = _common(results, name)
-        if found is not None:
+        if found := _common(results, name):
             rows.append(f"<div><dt>{name}</dt><dd>{html.escape(found)}</dd></div>")
     return "".join(rows)
 
@@ -104,16 +103,17 @@ def _warning(results: Sequence[Mapping[str, Any]]) -> str:
     where = ", ".join(f'<a href="#{name}">{name}</a> ({count})' for name, count in wrong.items())
     plural = "measurements have" if sum(wrong.values()) > 1 else "measurement has"
     return (
-        f'<p class="warning"><b class="bad">{sum(wrong.values())} {plural} a wrong gradient</b>, and nothing '
-        f"else that is said of them counts: {where}. They are ringed in plots and marked in tables.</p>"
+        f'<p class="warning"><b class="bad">{sum(wrong.values())} {plural} a wrong gradient</b>, '
+        f"and nothing else that is said of them counts: {where}. They are ringed in plots and marked in "
+        "tables.</p>"
     )
 
 
 # --- sections -----------------------------------------------------------------------------------------
 
 
-def _section(result: Mapping[str, Any], tables: Sequence[Any], plots: list[dict[str, Any]]) -> str:
-    name, header = result["experiment"], result["header"]
+def _section(result: Mapping[str, Any], tables: Sequence[Table], plots: list[dict[str, Any]]) -> str:
+    name, header = str(result["experiment"]), result["header"]
     found = chart(result)
     own = [f"{n} {header[n]}" for n in ("device", "jax", "commit") if header.get(n)]
     quick = '<span class="badge">quick sizes</span>' if header.get("quick") else ""
@@ -127,7 +127,7 @@ def _section(result: Mapping[str, Any], tables: Sequence[Any], plots: list[dict[
         text.append('<div class="row">' if len(row.panels) % 2 else '<div class="row even">')
         for panel in row.panels:
             plots.append({"id": f"plot-{len(plots)}", **plot(panel)})
-            height = 90 + 26 * len(panel.series) if panel.kind == "bars" else 360
+            height = 140 + 26 * len(panel.series) if panel.kind == "bars" else 360
             text.append(f'<div class="plot" id="{plots[-1]["id"]}" style="height:{height}px"></div>')
         text.append("</div>")
     text += [table(t) for t in tables]
@@ -135,16 +135,26 @@ def _section(result: Mapping[str, Any], tables: Sequence[Any], plots: list[dict[
     return "".join([*text, "</section>"])
 
 
-def table(given: Any) -> str:
+def table(given: Table) -> str:
     """A `Table` as HTML; verdicts are coloured, and wrong gradients stand out."""
-    head = "".join(f"<th>{html.escape(str(c))}</th>" for c in given.columns)
-    body = "".join("<tr>" + "".join(_cell(c) for c in row) + "</tr>" for row in given.rows)
-    notes = given.notes if not isinstance(given.notes, str) else [given.notes] if given.notes else []
-    under = "".join(f"<p>{html.escape(n)}</p>" for n in notes)
+    under = "".join(f"<p>{html.escape(n)}</p>" for n in given.notes)
+    notes = f'<div class="notes">{under}</div>' if under else ""
+    return f"<h3>{html.escape(given.title)}</h3>" + _grid(given.columns, given.rows) + notes
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    body = [[_cell(c) for c in row] for row in rows]
+    right = [
+        all(row[i].startswith(('<td class="number', '<td class="none')) for row in body)
+        for i in range(len(columns))
+    ]
+    head = "".join(
+        f'<th class="{"number" if r else ""}">{html.escape(c)}</th>'
+        for c, r in zip(columns, right, strict=True)
+    )
+    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in body)
     return (
-        f"<h3>{html.escape(given.title)}</h3>"
-        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        + (f'<div class="notes">{under}</div>' if under else "")
+        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
     )
 
 
@@ -188,307 +198,23 @@ def _number(value: float) -> str:
 def _records(result: Mapping[str, Any]) -> str:
     """Every measurement, folded away."""
     records = result["records"]
-    columns = "network,variant,method,depth,width,batch,temporaries MiB,process peak MiB,ms,error,verdict".split(",")
+    columns = [*_SIZES, "temporaries MiB", "process peak MiB", "ms", "error", "verdict"]
     rows = []
     for record in records:
         task, seconds = record["task"], record.get("seconds")
         found = verdict(record, records)
-        mib = [None if record.get(n) is None else record[n] / 2**20 for n in ("temp_bytes", "peak_bytes")]
+        mib = [
+            None if record.get(n) is None else record[n] / 2**20 for n in ("temp_bytes", "peak_bytes")
+        ]
         label = ENDS.get(found, found)
         rows.append(
             [
-                *(task.get(c) for c in ("network", "variant", "method", "depth", "width", "batch")),
+                *(task.get(c) for c in _SIZES),
                 *mib,
                 None if seconds is None else 1e3 * seconds["median"],
                 record.get("gradient_error"),
                 label if not record.get("message") else f"{label}: {record['message'].splitlines()[0]}",
             ]
         )
-    head = "".join(f"<th>{c}</th>" for c in columns)
-    body = "".join("<tr>" + "".join(_cell(c) for c in row) + "</tr>" for row in rows)
-    return (
-        f"<details><summary>all {len(rows)} measurements</summary>"
-        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>'
-    )
-
-
-# --- plots --------------------------------------------------------------------------------------------
-
-
-def plot(panel: Panel) -> dict[str, Any]:
-    """Plotly's traces and layout. Colours of text and grid are set on the page, by its theme."""
-    traces, shapes, notes = _DRAW[panel.kind](panel)
-    axes = [
-        {"title": {"text": label}, "type": "log" if log else "linear", "automargin": True, "exponentformat": "power"}
-        for label, log in ((panel.x, panel.log_x), (panel.y, panel.log_y))
-    ]
-    layout: dict[str, Any] = {
-        "title": {"text": f"<b>{panel.title}</b>", "x": 0.01, "xanchor": "left", "font": {"size": 14}},
-        "xaxis": axes[0],
-        "yaxis": axes[1],
-        "shapes": shapes,
-        "annotations": notes,
-        "showlegend": panel.kind == "lines",
-    }
-    if panel.kind == "lines" and not panel.log_y:
-        layout["yaxis"]["rangemode"] = "tozero"
-    if panel.kind == "bars":
-        layout["yaxis"] = {"autorange": "reversed", "automargin": True, "ticks": ""}
-    return {"data": traces, "layout": layout}
-
-
-_Drawn = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
-
-
-def _lines(panel: Panel) -> _Drawn:
-    traces: list[dict[str, Any]] = []
-    for series in panel.series:
-        trace = _base(series) | {
-            "mode": "lines+markers",
-            "line": {"color": series.style.colour, "dash": _DASHES[series.style.dash], "width": 2},
-        }
-        if all(p.low is not None and p.high is not None for p in series.points):
-            trace["error_y"] = {
-                "type": "data",
-                "symmetric": False,
-                "array": [(p.high or 0) - p.y for p in series.points],
-                "arrayminus": [p.y - (p.low or 0) for p in series.points],
-                "thickness": 1,
-                "width": 2,
-            }
-        traces.append(trace)
-        if series.end is not None:
-            x, y, why = series.end
-            traces.append(
-                {
-                    "type": "scatter",
-                    "x": [series.points[-1].x, x],
-                    "y": [series.points[-1].y, y],
-                    "mode": "lines+markers",
-                    "line": {"color": series.style.colour, "dash": "dot", "width": 1.5},
-                    "marker": {
-                        "color": series.style.colour,
-                        "symbol": ["circle", "x"],
-                        "size": [0.1, 11],
-                    },
-                    "hovertemplate": f"{series.name}: {ENDS.get(why, why)} at {x:g}<extra></extra>",
-                    "showlegend": False,
-                    "legendgroup": series.name,
-                }
-            )
-        traces += _ring(series)
-    shapes, notes = _across(panel, "y")
-    return traces, shapes, notes
-
-
-def _base(series: Series) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": series.name + (" (wrong)" if any(p.wrong for p in series.points) else ""),
-        "legendgroup": series.name,
-        "x": [p.x for p in series.points],
-        "y": [p.y for p in series.points],
-        "text": [p.text for p in series.points],
-        "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"color": series.style.colour, "symbol": _MARKERS[series.style.marker], "size": 8},
-    }
-
-
-def _ring(series: Series) -> list[dict[str, Any]]:
-    bad = [p for p in series.points if p.wrong]
-    if not bad:
-        return []
-    ring = {"color": "rgba(0,0,0,0)", "size": 17, "line": {"color": WRONG, "width": 2.5}}
-    return [
-        {
-            "type": "scatter",
-            "x": [p.x for p in bad],
-            "y": [p.y for p in bad],
-            "mode": "markers",
-            "marker": ring,
-            "hoverinfo": "skip",
-            "showlegend": False,
-            "legendgroup": series.name,
-        }
-    ]
-
-
-def _scatter(panel: Panel) -> _Drawn:
-    traces: list[dict[str, Any]] = []
-    for i, series in enumerate(panel.series):
-        trace = _base(series) | {
-            "mode": "markers+text",
-            "text": [series.name],
-            "customdata": [p.text for p in series.points],
-            "hovertemplate": "%{customdata}<extra></extra>",
-            "textposition": "middle right" if i % 2 == 0 else "middle left",
-            "textfont": {"color": series.style.colour, "size": 11},
-            "cliponaxis": False,
-        }
-        trace["marker"]["size"] = 11
-        traces += [trace, *_ring(series)]
-    return traces, [], []
-
-
-def _bars(panel: Panel) -> _Drawn:
-    start = panel.reference if panel.log_x and panel.reference else 0.0
-    traces = []
-    for series in panel.series:
-        point = series.points[0]
-        label = f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}"
-        bar = {
-            "type": "bar",
-            "orientation": "h",
-            "y": [series.name],
-            "x": [point.y - start],
-            "base": [start],
-            "text": [f"{label}  <b>WRONG</b>" if point.wrong else label],
-            "textposition": "outside",
-            "cliponaxis": False,
-            "customdata": [point.text],
-            "hovertemplate": "%{customdata}<extra></extra>",
-            "marker": {"color": series.style.colour},
-        }
-        if point.wrong:
-            bar["marker"]["line"] = {"color": WRONG, "width": 2.5}
-            bar["textfont"] = {"color": WRONG}
-        traces.append(bar)
-    shapes, notes = _across(panel, "x")
-    return traces, shapes, notes
-
-
-def _across(panel: Panel, along: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The line of reference, and its name."""
-    if panel.reference is None:
-        return [], []
-    other = "x" if along == "y" else "y"
-    log = panel.log_y if along == "y" else panel.log_x
-    place = {f"{along}0": panel.reference, f"{along}1": panel.reference, f"{other}0": 0, f"{other}1": 1}
-    line = {"type": "line", f"{other}ref": "paper", "line": {"dash": "dash", "width": 1}, **place}
-    note = {
-        along: math.log10(panel.reference) if log else panel.reference,
-        other: 1,
-        f"{other}ref": "paper",
-        "text": panel.reference_name,
-        "showarrow": False,
-        "font": {"size": 11},
-        "xanchor": "right" if along == "y" else "left",
-        "yanchor": "bottom",
-    }
-    return [line], [note]
-
-
-_DRAW = {"lines": _lines, "scatter": _scatter, "bars": _bars}
-
-
-# --- the page -----------------------------------------------------------------------------------------
-
-_PAGE = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Moonwalk, measured</title>
-<style>@@style@@</style>
-</head>
-<body>
-<header>
-<div class="top"><h1>Moonwalk, measured</h1><button id="theme" type="button">light / dark</button></div>
-<p class="lead">Memory, time and exactness of gradients by Moonwalk, by backpropagation with and without checkpoints,
-and by forward methods, beside what <i>Moonwalk: Inverse-Forward Differentiation</i> says of them.</p>
-<dl>@@facts@@</dl>
-@@warning@@
-<p class="legend">Every measurement was taken in a process of its own. Memory is what the compiled program allocates beside
-its arguments and results, and on a GPU also the peak of the process; times are medians. A gradient is called
-<b class="bad">wrong</b> when it is off its reference by more than {TOLERANCE:g} beyond twice what backpropagation is off at the
-same precision.</p>
-<nav>@@contents@@</nav>
-</header>
-<main>@@sections@@</main>
-<script>@@plotly@@</script>
-<script type="application/json" id="plots">@@plots@@</script>
-<script>@@script@@</script>
-</body>
-</html>
-"""
-
-_STYLE = """
-:root{--ink:#1b1f24;--soft:#5b6570;--paper:#fdfdfc;--panel:#ffffff;--line:#dfe3e6;--grid:#e9ecee;--link:#0062a3;
---good:#0a6b4d;--good-bg:#e2f4ec;--fair:#5c4a00;--fair-bg:#fbf2cf;--poor:#8a3300;--poor-bg:#fdeadd;--bad-bg:#e00034}
-:root[data-theme=dark]{--ink:#e6e8ea;--soft:#9aa4ae;--paper:#14171a;--panel:#1b1f23;--line:#343a40;--grid:#2b3136;
---link:#6cb8f0;--good:#7fdcb8;--good-bg:#12382c;--fair:#ecd37a;--fair-bg:#3a3213;--poor:#ffb083;--poor-bg:#45240f}
-*{box-sizing:border-box}
-html{scroll-behavior:smooth}
-body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
-"Helvetica Neue",Arial,sans-serif;font-variant-numeric:tabular-nums}
-header,main{max-width:1280px;margin:0 auto;padding:0 28px}
-header{padding-top:36px}
-.top{display:flex;align-items:baseline;justify-content:space-between;gap:16px}
-h1{font-size:34px;line-height:1.15;letter-spacing:-.02em;margin:0}
-h2{font-size:23px;letter-spacing:-.01em;margin:0 0 2px;padding-top:30px;border-top:1px solid var(--line)}
-h3{font-size:15.5px;margin:26px 0 8px;color:var(--soft);font-weight:600}
-.lead{font-size:18px;max-width:68ch;margin:10px 0 18px}
-.legend,.own,.notes{color:var(--soft);font-size:14px;max-width:90ch}
-.notes p{margin:6px 0}
-.own{margin:0 0 6px}
-a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
-code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
-dl{display:flex;flex-wrap:wrap;gap:10px 34px;margin:0 0 14px}
-dt{font-size:12px;color:var(--soft)}
-dd{margin:0;font-weight:600}
-nav{display:flex;flex-wrap:wrap;gap:4px 18px;padding:10px 0;margin:14px 0 26px}
-button{font:13px inherit;color:var(--soft);background:none;border:1px solid var(--line);border-radius:6px;
-padding:5px 11px;cursor:pointer}
-button:hover{color:var(--ink)}
-section{margin-bottom:44px}
-.badge{font-size:12px;font-weight:600;color:var(--soft);border:1px solid var(--line);border-radius:99px;
-padding:2px 9px;vertical-align:middle;letter-spacing:0}
-.row{display:grid;grid-template-columns:repeat(auto-fit,minmax(380px,1fr));gap:14px}
-.even{grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr))}
-.plot{background:var(--panel);border:1px solid var(--line);border-radius:10px;min-width:0;overflow:hidden}
-.table{overflow-x:auto;border:1px solid var(--line);border-radius:10px;background:var(--panel)}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th,td{padding:7px 12px;text-align:left;border-bottom:1px solid var(--grid);vertical-align:top}
-tbody tr:last-child td{border-bottom:0}
-th{font-size:12.5px;color:var(--soft);font-weight:600;white-space:nowrap}
-td.number{text-align:right;white-space:nowrap}
-td.none{color:var(--soft);text-align:right}
-td.good{color:var(--good);background:var(--good-bg)}
-td.fair{color:var(--fair);background:var(--fair-bg)}
-td.poor{color:var(--poor);background:var(--poor-bg)}
-td.bad,b.bad{color:#fff;background:var(--bad-bg);font-weight:700}
-b.bad{padding:1px 7px;border-radius:4px}
-.warning{border-left:4px solid var(--bad-bg);padding:8px 14px;margin:16px 0;background:var(--panel)}
-details{margin-top:18px}summary{cursor:pointer;color:var(--soft);font-size:14px;margin-bottom:8px}
-@media(max-width:480px){.row{grid-template-columns:1fr}header,main{padding-inline:14px}}
-@media print{button,nav{display:none}}
-"""
-
-_SCRIPT = """
-const plots = JSON.parse(document.getElementById("plots").textContent);
-const root = document.documentElement;
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const themed = (layout) => {
-  const css = getComputedStyle(root), of = (name) => css.getPropertyValue(name).trim();
-  const axis = {gridcolor: of("--grid"), zerolinecolor: of("--line"), linecolor: of("--soft"), tickcolor: of("--soft")};
-  return {...layout,
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: {family: getComputedStyle(document.body).fontFamily, size: 12, color: of("--ink")},
-    margin: {l: 56, r: 26, t: 46, b: 46},
-    modebar: {bgcolor: "rgba(0,0,0,0)", color: of("--line"), activecolor: of("--soft"), remove: ["select", "lasso"]},
-    hoverlabel: {align: "left", font: {size: 12}},
-    legend: {orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0, font: {size: 11}, bgcolor: "rgba(0,0,0,0)"},
-    xaxis: {...layout.xaxis, ...axis}, yaxis: {...layout.yaxis, ...axis},
-    shapes: layout.shapes.map((s) => ({...s, line: {...s.line, color: of("--soft")}})),
-    annotations: layout.annotations.map((a) => ({...a, font: {...a.font, color: of("--soft")}}))};
-};
-const draw = () => plots.forEach((p) =>
-  Plotly.react(p.id, p.data, themed(p.layout), {responsive: true, displaylogo: false}));
-const choose = (name) => { root.dataset.theme = name; draw(); };
-document.getElementById("theme").addEventListener("click",
-  () => choose(root.dataset.theme === "dark" ? "light" : "dark"));
-dark.addEventListener("change", () => choose(dark.matches ? "dark" : "light"));
-choose(dark.matches ? "dark" : "light");
-"""
+    summary = f"<summary>all {len(rows)} measurements</summary>"
+    return f"<details>{summary}{_grid(columns, rows)}</details>"
