@@ -28,6 +28,10 @@ def line(record: Record) -> str:
     """A record in a line."""
     task = Task.from_dict(record["task"])
     found = [] if record["status"] == "ok" else [record["status"]]
+    if "largest" in record["extra"]:
+        found.append(f"{record['task']['settings']['search']['over']} {record['extra']['largest']}")
+    if "test_accuracy" in record["extra"]:
+        found.append(f"accuracy {100 * record['extra']['test_accuracy']:.1f} %")
     if record["temp_bytes"] is not None:
         found.append(human(record["temp_bytes"]))
     if record["seconds"]:
