@@ -22,6 +22,7 @@ from .errors import EffectError as EffectError
 from .errors import InexactError as InexactError
 from .errors import MoonwalkError as MoonwalkError
 from .errors import NonFiniteError as NonFiniteError
+from .errors import NotInvertibleError as NotInvertibleError
 from .errors import NotSubmersiveError as NotSubmersiveError
 from .errors import OptimizerError as OptimizerError
 from .errors import PlanMismatchError as PlanMismatchError
@@ -32,8 +33,13 @@ from .fused import fused_update as fused_update
 from .gradient import grad as grad
 from .gradient import plan as plan
 from .gradient import value_and_grad as value_and_grad
+from .methods import Backprop as Backprop
+from .methods import Checkpoint as Checkpoint
+from .methods import Forward as Forward
 from .methods import Moonwalk as Moonwalk
+from .methods import ProjectedForward as ProjectedForward
 from .methods import PureForward as PureForward
+from .methods import Reversible as Reversible
 from .plans import Plan as Plan
 from .registry import register_vijp as register_vijp
 from .rules.generic import MatrixFree as MatrixFree

@@ -352,6 +352,7 @@ class CustomRule(Rule):
 
     name = "custom"
     keeps_pullback = False
+    inverse_is_given = True
 
     def verdict(self, block: Block) -> Verdict:
         refusal = _misused(block)

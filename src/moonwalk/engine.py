@@ -104,8 +104,7 @@ class Engine:
         @run.defjvp
         def _(primals: Any, tangents: Any) -> Any:
             (out, gradients), (d_out, d_gradients) = jax.jvp(self.reference, primals, tangents)
-            zero = jnp.zeros((), jnp.float32)
-            exact = Certificate(zero, zero)
+            exact = Certificate.exact()
             return (out, gradients, exact), (d_out, d_gradients, exact)
 
         return run(*flat)

@@ -26,6 +26,10 @@ class NotSubmersiveError(MoonwalkError, TypeError):
         )
 
 
+class NotInvertibleError(MoonwalkError, TypeError):
+    """A block whose input cannot be had again from its output, met by `Reversible`."""
+
+
 class SingularError(MoonwalkError, ArithmeticError):
     """A vijp met a singular value at run time: a zero pivot, a vanished derivative."""
 

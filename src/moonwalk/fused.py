@@ -14,6 +14,7 @@ from .engine import Engine
 from .gradient import Call, Method
 from .methods import Moonwalk
 from .optimizers import Program
+from .planning import Planned
 from .plans import Plan
 from .updates import Fusing, Updating
 from .walks import hold
@@ -61,7 +62,7 @@ def fused_update(
     >>> print(value, w)
     2.0 [1. 1.]
     """
-    gradient.check_method(method)
+    settings = gradient.check_planned("fused_update", method)
     if not callable(getattr(optimizer, "update", None)):
         raise TypeError(
             "fused_update: the optimizer must be an optax GradientTransformation, with an `update` "
@@ -71,7 +72,7 @@ def fused_update(
     def step(params: Any, opt_state: Any, *data: Any, **kwargs: Any) -> Any:
         call = Call("fused_update", fun, 0, has_aux, (params, *data), kwargs)
         value, aux, params, opt_state, found = call.measuring(
-            method, lambda: _step(call, optimizer, params, opt_state, method, certify)
+            method, lambda: _step(call, optimizer, params, opt_state, settings, certify)
         )
         result = ((value, aux) if has_aux else value, params, opt_state)
         return (*result, found) if certify else result
@@ -80,7 +81,7 @@ def fused_update(
 
 
 def _step(
-    call: Call, optimizer: Any, params: Any, opt_state: Any, method: Method, certify: bool
+    call: Call, optimizer: Any, params: Any, opt_state: Any, method: Planned | Plan, certify: bool
 ) -> tuple[Any, Any, Any, Any, Certificate]:
     """(value, auxiliary data, new parameters, new state, certificate)."""
     engine, described, staged = call.plan(method, certify=certify, fused=True)

@@ -7,20 +7,36 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import checks, compat, engine, forward
+from . import baselines, checkpointing, checks, compat, engine, forward, reversing
 from .certificate import Certificate
 from .engine import Engine
 from .errors import InexactError, PlanMismatchError, PlanWarning
-from .methods import Moonwalk, PureForward
+from .methods import (
+    Backprop,
+    Checkpoint,
+    Forward,
+    Moonwalk,
+    ProjectedForward,
+    PureForward,
+    Reversible,
+)
+from .planning import Planned
 from .plans import Plan
 
-Method = Moonwalk | PureForward | Plan
+Unplanned = Backprop | Forward | ProjectedForward  # they cut nothing into blocks
+Method = Planned | Unplanned | Plan
+_PLANNERS: dict[type, Any] = {
+    Moonwalk: engine.plan,
+    PureForward: forward.plan,
+    Checkpoint: checkpointing.plan,
+    Reversible: reversing.plan,
+}
 _DEFAULT = Moonwalk()
 
 
@@ -49,8 +65,8 @@ def value_and_grad(
     - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are
         network inputs in `Moonwalk(inputs=...)`.
     - `has_aux`: whether `fun` returns auxiliary data.
-    - `method`: `moonwalk.Moonwalk(...)`, `moonwalk.PureForward(...)`, or a plan that `moonwalk.plan`
-        returned.
+    - `method`: a row of the paper's Table 1, or a plan that `moonwalk.plan` returned: `Moonwalk`,
+        `PureForward`, `Backprop`, `Checkpoint`, `Forward`, `ProjectedForward`, `Reversible`.
     - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
 
     **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with
@@ -65,6 +81,7 @@ def value_and_grad(
     3.0 [[1.0, -1.0], [-2.0, 2.0]]
     """
     check_method(method)
+    _check_certify("value_and_grad", method, certify)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -96,6 +113,7 @@ def grad(
     6.0
     """
     check_method(method)
+    _check_certify("grad", method, certify)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -129,17 +147,41 @@ def plan(
     """
     if isinstance(method, Plan):
         method = method.method
-    check_method(method)
+    settings = check_planned("plan", method)
     call = Call("plan", fun, argnums, has_aux, args, kwargs)
-    return call.plan(method, certify=False, anew=True)[1]
+    return call.plan(settings, certify=False, anew=True)[1]
 
 
 def check_method(method: Any) -> None:
-    if not isinstance(method, Moonwalk | PureForward | Plan):
+    if not isinstance(method, Method):
+        known = (*(m.__name__ for m in _PLANNERS), *(m.__name__ for m in get_args(Unplanned)))
+        hint = ""
+        if isinstance(method, type) and method.__name__ in known:
+            hint = f"; call it: moonwalk.{method.__name__}(...)"
         raise TypeError(
-            "method= takes moonwalk.Moonwalk(...), moonwalk.PureForward(...) or a plan that "
-            f"moonwalk.plan returned, but got {method!r}"
+            f"method= takes moonwalk.{', moonwalk.'.join(known)}, or a plan that moonwalk.plan "
+            f"returned, but got {method!r}{hint}"
         )
+
+
+def _check_certify(name: str, method: Any, certify: bool) -> None:
+    if certify and isinstance(method, ProjectedForward):
+        raise ValueError(
+            f"{name}(certify=True): ProjectedForward returns an estimate, whose error no certificate "
+            "bounds; leave certify out, or take an exact method"
+        )
+
+
+def check_planned(name: str, method: Any) -> Planned | Plan:
+    """The method, if it is one of those that cut the function into blocks."""
+    check_method(method)
+    if isinstance(method, Unplanned):
+        raise ValueError(
+            f"{name}: {type(method).__name__} differentiates the function as a whole, so there is no "
+            "plan to make or follow; use one of "
+            + ", ".join(f"moonwalk.{planned.__name__}" for planned in _PLANNERS)
+        )
+    return method
 
 
 _measured: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -262,7 +304,7 @@ class Call:
 
     # -- planning --------------------------------------------------------------------------------
     def plan(
-        self, method: Method, *, certify: bool, fused: bool = False, anew: bool = False
+        self, method: Planned | Plan, *, certify: bool, fused: bool = False, anew: bool = False
     ) -> tuple[Engine, Plan, engine.Staging]:
         """`anew`: measure gains even where an earlier call has."""
         signature = self.signature()
@@ -286,10 +328,9 @@ class Call:
             values = {
                 v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
             }
-        planner = forward.plan if isinstance(method, PureForward) else engine.plan
-        made, described = planner(
+        made, described = _PLANNERS[type(method)](
             staged,
-            method,  # type: ignore[arg-type]
+            method,
             certify=certify,
             signature=signature,
             gains=gains,
@@ -315,17 +356,47 @@ class Call:
         return self.measuring(method, lambda: self._differentiate(method, certify))
 
     def _differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
-        made, described, staged = self.plan(method, certify=certify)
-        if not isinstance(method, Plan):
-            _advise(self.fun, described)
+        if isinstance(method, Backprop):
+            found, gradients = jax.value_and_grad(self.fun, self.argnums, self.has_aux)(
+                *self.args, **self.kwargs
+            )
+            value, aux = found if self.has_aux else (found, None)
+            return value, aux, gradients, Certificate.exact()
         leaves = [jnp.asarray(a) for a in self.leaves]
+        if isinstance(method, Forward | ProjectedForward):
+            staged = self.stage(())
+            engine.refuse_effects(staged.jaxpr)
+            flat = (*leaves, *self.others, *staged.staged.consts)
+            if isinstance(method, Forward):
+                out, gradients = baselines.forward(staged, method, flat)
+            else:
+                out, gradients = baselines.projected(staged, method, flat, self._direction(method))
+            return *self.results(out), self._as_arguments(gradients), Certificate.exact()
+        made, described, staged = self.plan(method, certify=certify)
+        if isinstance(method, Moonwalk | PureForward):
+            _advise(self.fun, described)
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
         if described.checked:
             gradients = heed(gradients, found, described, settings)
-        value, aux = self.results(out)
+        return *self.results(out), self._as_arguments(gradients), found
+
+    def _as_arguments(self, gradients: Sequence[Any]) -> Any:
         result = jax.tree.unflatten(self.tree, gradients)
-        return value, aux, result[0] if self.single else result, found
+        return result[0] if self.single else result
+
+    def _direction(self, method: ProjectedForward) -> list[Any] | None:
+        """The leaves of a predicted gradient."""
+        if method.direction is None:
+            return None
+        given = (method.direction,) if self.single else tuple(method.direction)
+        leaves, tree = jax.tree.flatten(given)
+        if tree != self.tree or [jnp.shape(a) for a in leaves] != [jnp.shape(a) for a in self.leaves]:
+            raise ValueError(
+                "ProjectedForward: direction is a prediction of the gradient and has its structure and "
+                f"shapes, {_shapes(self.tree, self.leaves)}, but it is {_shapes(tree, leaves)}"
+            )
+        return [jnp.asarray(a) for a in leaves]
 
     def results(self, out: Sequence[Any]) -> tuple[Any, Any]:
         """(loss, auxiliary data) from the engine's flat list."""
@@ -337,6 +408,11 @@ class Call:
 
 class _NotScalar(Exception):
     pass
+
+
+def _shapes(tree: Any, leaves: Sequence[Any]) -> str:
+    """A tuple of arguments, written with the shapes of their leaves."""
+    return str(jax.tree.unflatten(tree, [jnp.shape(a) for a in leaves]))
 
 
 def _is_number(leaf: Any) -> bool:
@@ -390,9 +466,7 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
-def heed(
-    gradients: list[Any], found: Certificate, described: Plan, method: Moonwalk | PureForward
-) -> list[Any]:
+def heed(gradients: list[Any], found: Certificate, described: Plan, method: Planned) -> list[Any]:
     """Act where a walk was less exact than its tolerance."""
     if method.on_inexact == "ignore":
         return gradients
@@ -411,7 +485,7 @@ def heed(
     return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
 
 
-def _inexact_text(described: Plan, method: Moonwalk | PureForward) -> str:
+def _inexact_text(described: Plan, method: Planned) -> str:
     if isinstance(method, PureForward):
         return (
             "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative "
@@ -424,8 +498,13 @@ def _inexact_text(described: Plan, method: Moonwalk | PureForward) -> str:
         return (
             "value_and_grad: reversible layers were inverted, and did not arrive at the state that they "
             f"started from to the tolerance {described.tolerance:.1e}: an inverse is not one, or "
-            "rounding grows too far in so many layers; wrap some of them in jax.checkpoint, which keeps "
-            "their state, or pass Moonwalk(on_inexact='nan' or 'ignore')"
+            "rounding grows too far in so many layers; "
+            + (
+                "use moonwalk.Moonwalk()"
+                if isinstance(method, Reversible)
+                else "wrap some of them in jax.checkpoint, which keeps their state"
+            )
+            + f", or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
         )
     return (
         f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "

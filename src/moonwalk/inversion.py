@@ -1,7 +1,7 @@
 """Segments whose states are had again from their outputs: reversible networks.
 
-Where every block of a segment has an inverse (`Rule.inverse`: additive couplings, `nn.Coupling`), Phase
-I keeps the state at its *end* alone. The reverse pass takes each block's input from its output, and
+Where every block of a segment has an inverse (`Rule.inverse`), Phase I keeps the state at its *end*
+alone. The reverse pass takes each block's input from its output, and
 pulls back there, h and g at once:
 
     x = inverse(y),    (h, g) = vjp(block, x)(h')
@@ -9,10 +9,15 @@ pulls back there, h and g at once:
 as in reversible residual networks (Gomez et al. 2017). Nothing grows with the depth, and there is no
 Phase III. What is lost is rounding: the inverse's x is not Phase I's, and the difference travels down
 the segment. So 64 entries of the state at its start are kept, and compared with those it arrives at.
+
+Inverses that an author gave (couplings, `nn.Coupling`) are used by every plan, since a vijp would have
+to keep a state there. Those that rules *derive*, of square affine blocks and of pointwise ones, only
+serve `Reversible`: such blocks are walked for a bit an entry, and walks do not round states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,9 +25,10 @@ import jax.numpy as jnp
 
 from . import certificate, compat, registry
 from .bodies import Body, open_body
+from .graph import Block
 from .ledger import Ledger
-from .registry import Rule
-from .residuals import nbytes
+from .registry import Rule, State, Verdict
+from .residuals import Residual, nbytes
 from .scans import ScanStep, Sums
 from .segments import Stretch, full_residual
 from .sources import is_worth_hoisting
@@ -30,16 +36,96 @@ from .trunk import Node, Trunk
 from .walks import Env, Step, Walk, hold
 
 
-def inverse_rule(node: Node, trunk: Trunk) -> Rule | None:
-    """The rule that inverts a node, whose operands every phase can read."""
-    if node.is_fork or node.is_aside or node.effects or node.checkpointed:
-        return None
+def find_inverse(node: Node, trunk: Trunk, *, derived: bool) -> Rule | Verdict:
+    """The rule that inverts a node, whose operands every phase can read; or why there is none.
+
+    `derived`: also inverses that no author has given.
+    """
     block = node.block
-    if block.exports or not block.inputs or not set(block.operands) <= trunk.fixed:
-        return None
+    if node.is_fork:
+        return Verdict(False, "several blocks read this state, and none of them alone leads back to it")
+    if node.effects:
+        return Verdict(False, "it prints or calls back")
+    if node.checkpointed:
+        return Verdict(False, "it is wrapped in jax.checkpoint, which asks for its state to be kept")
+    if node.is_aside or not block.inputs:
+        return Verdict(False, "it reads no state with a derivative")
+    if block.exports or not set(block.operands) <= trunk.fixed:
+        return Verdict(False, "values from inside the network, other than its state, go in or out")
     if _is_half_inside(node):
-        return None
-    return next((rule for rule in registry.rules_for(block) if rule.inverts(block)), None)
+        return Verdict(False, "half precision: rounding loses the state after a few layers")
+    reasons: list[Verdict] = []
+    for rule in registry.rules_for(block):
+        if not (derived or rule.inverse_is_given):
+            continue
+        found = rule.inverts(block)
+        if found:
+            return rule
+        reasons.append(found)
+    if derived:
+        found = Affine.of(node, trunk)
+        if isinstance(found, Affine):
+            return found
+        # What a rule knows of the block is more telling than that no affine map is known.
+        return next((v for v in reasons if v.submersive is False), found)
+    return Verdict(None, "no inverse is known")
+
+
+class Affine(Rule):
+    """A square block whose Jacobian does not depend on the state: its vijp, transposed, inverts it.
+
+    With y = f(0) + J x and J square, x = J⁻¹ (y − f(0)); the vijp is h ↦ h J⁻¹ of rows, and its
+    transpose therefore applies J⁻¹ to columns.
+    """
+
+    name = "affine"
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+
+    @classmethod
+    def of(cls, node: Node, trunk: Trunk) -> Affine | Verdict:
+        """The inverse of a node, or why it has none of this kind."""
+        block = node.block
+        inputs, outputs = (sum(v.aval.size for v in vs) for vs in (block.inputs, block.outputs))
+        if inputs != outputs:
+            return Verdict(
+                False,
+                f"it takes {inputs} numbers to {outputs}, so its input cannot be had from its output",
+            )
+        if node.rule is None:
+            return Verdict(False, f"no inverse is known: {node.verdict.reason}")
+        if not node.rule.keeps_pullback:  # an author's, who need not have written it to be transposed
+            return Verdict(False, "no inverse is known", "give it one: custom_vijp.definverse")
+        if not is_constant(node, trunk):
+            return Verdict(False, "no inverse is known: it is not affine")
+        return cls(node.rule)
+
+    def inverts(self, block: Block) -> Verdict:
+        del block
+        return Verdict(True, "square and affine: inverted by its vijp, transposed")
+
+    def inverse(self, block: Block, operands: Sequence[Any], y: State) -> State:
+        zero = tuple(compat.full(v.aval, 0.0) for v in block.inputs)
+        factors = self.rule.prepare(block, operands)
+        offset, kept = self.rule.linearize(block, zero, operands)  # of J, the same everywhere
+
+        def vijp(*h: Any) -> State:
+            return self.rule.vijp(block, factors, kept, h)
+
+        moved = tuple(a - b for a, b in zip(y, offset, strict=True))
+        return tuple(jax.linear_transpose(vijp, *zero)(moved))
+
+
+def is_constant(node: Node, trunk: Trunk) -> bool:
+    """Whether a block's Jacobian is the same at every state: its pullback keeps nothing of one."""
+    block = node.block
+    x, operands = block.structs()
+
+    def linearize(x: Any, operands: Any) -> Any:
+        return jax.vjp(lambda *x: block(x, operands), *x)
+
+    return Residual(linearize, x, operands, trunk.kinds(block.operands)).leaf_bytes == 0
 
 
 def _is_half_inside(node: Node) -> bool:
@@ -66,17 +152,21 @@ def _is_half_inside(node: Node) -> bool:
     return False
 
 
-def inverted(node: Node, trunk: Trunk) -> OneBlock | OneScan | None:
+def inverted(node: Node, trunk: Trunk, *, derived: bool = False) -> OneBlock | OneScan | None:
     """How to invert a node, or None."""
-    key = (node, "inverted")
+    found = inverted_or_why(node, trunk, derived=derived)
+    return None if isinstance(found, Verdict) else found
+
+
+def inverted_or_why(node: Node, trunk: Trunk, *, derived: bool) -> OneBlock | OneScan | Verdict:
+    """How to invert a node, or why it cannot be."""
+    key = (node, "inverted", derived)
     if key not in trunk.memory:
-        found: OneBlock | OneScan | None = None
         if node.is_scan and not node.effects and not node.checkpointed:
-            found = _inverted_scan(node, trunk)
+            trunk.memory[key] = _inverted_scan(node, trunk, derived)
         else:
-            rule = inverse_rule(node, trunk)
-            found = None if rule is None else OneBlock(node, trunk, rule)
-        trunk.memory[key] = found
+            rule = find_inverse(node, trunk, derived=derived)
+            trunk.memory[key] = rule if isinstance(rule, Verdict) else OneBlock(node, trunk, rule)
     return trunk.memory[key]
 
 
@@ -147,17 +237,21 @@ class OneScan:
         out.close(self.node.weights)
 
 
-def _inverted_scan(node: Node, trunk: Trunk) -> OneScan | None:
+def _inverted_scan(node: Node, trunk: Trunk, derived: bool) -> OneScan | Verdict:
     body = open_body(node, trunk.fixed, trunk.numbers)
     if not isinstance(body, Body):
-        return None
+        return body if isinstance(body, Verdict) else Verdict(False, str(body))
     whole = len(body.active) == body.counts.carry and not body.active_ys and not body.volatile
     if not whole or not body.trunk.nodes or not _starts_inside(node, body):
-        return None
-    layer = [inverted(n, body.trunk) for n in body.trunk.nodes]
-    parts = [part for part in layer if part is not None]
-    if len(parts) < len(layer) or not _is_chain(body.trunk):
-        return None
+        return Verdict(False, "its carry is not the state alone, from one layer to the next")
+    parts: list[OneBlock | OneScan] = []
+    for inner in body.trunk.nodes:
+        part = inverted_or_why(inner, body.trunk, derived=derived)
+        if isinstance(part, Verdict):
+            return Verdict(False, f"in its body, {inner.describe()}: {part.reason}")
+        parts.append(part)
+    if not _is_chain(body.trunk):
+        return Verdict(False, "its carry does not determine every state in its body")
     steps = [Step(n, body.trunk, "none") for n in body.trunk.nodes]
     walk = Walk(body.trunk, 0, len(steps), steps)
     step = ScanStep(node, trunk, "none", node.block.inputs, body=body, walk=walk)
@@ -188,9 +282,9 @@ class Inverted(Stretch):
     kind = "invert"
     is_estimated = True  # rounding in the inverses is bounded by no trace
 
-    def __init__(self, trunk: Trunk, start: int, stop: int, *, certify: bool):
+    def __init__(self, trunk: Trunk, start: int, stop: int, *, certify: bool, derived: bool = False):
         super().__init__(trunk, start, stop)
-        parts = [inverted(n, trunk) for n in self.nodes]
+        parts = [inverted(n, trunk, derived=derived) for n in self.nodes]
         self.parts = [part for part in parts if part is not None]
         assert len(self.parts) == len(parts)
         self.certify = certify

@@ -1,21 +1,173 @@
-"""How to differentiate: small frozen objects for `method=`."""
+"""How to differentiate: small frozen objects for `method=`, one for each row of the paper's Table 1.
+
+Orders are the paper's: L layers of n numbers with d parameters each, M_x bytes that ∂y/∂x needs and M_θ
+that ∂y/∂θ needs besides. Time is that of one example; both grow with the batch. `moonwalk bench table1`
+measures them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from . import compat
 from .fragments import Fragment
 
 CHECKPOINT = ("auto", "sqrt", "block")
+SEGMENTS = ("sqrt", "recursive", "block")
 ON_INEXACT = ("raise", "nan", "ignore")
+
+
+@dataclass(frozen=True)
+class Backprop:
+    """Reverse mode that keeps everything: `jax.value_and_grad`, as it is.
+
+    Time O(n²L + ndL), memory O((M_x + M_θ) L).
+    """
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Reverse mode that keeps the states between segments, and runs each segment again.
+
+    Time O(n²L + ndL), at most one forward pass more (recursive: log₂ L of them); memory
+    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ)). Segments are cut between the layers of the
+    traced function, and scans become scans of checkpointed scans; what would take more as a state than
+    as residuals is stored.
+
+    **Arguments:**
+
+    - `segments`: None, the mixture of storing and recomputing that keeps least, by the residuals' bytes;
+        a number of segments; "sqrt", the root of the depth; "block", one for every layer; "recursive",
+        halves of halves.
+    - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
+    """
+
+    segments: int | str | None = None
+    inputs: tuple[int, ...] = ()
+
+    # What plans ask of every method; here nothing is walked.
+    tolerance: ClassVar[float | None] = None
+    walk_precision: ClassVar[Any] = None
+    on_inexact: ClassVar[str] = "raise"
+
+    def __post_init__(self) -> None:
+        _check_count("Checkpoint", "segments", self.segments, SEGMENTS)
+        _set_inputs(self)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Forward mode: one jvp for every parameter, exact.
+
+    Time O(n²dL²), memory O(M_x + M_θ) for each of the jvps that run side by side.
+
+    **Arguments:**
+
+    - `chunk`: how many jvps run side by side.
+    """
+
+    chunk: int = 16
+
+    def __post_init__(self) -> None:
+        _check_chunk(self)
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedForward:
+    """An estimate of the gradient from directional derivatives: Σ ⟨∇J, v⟩ v over random v.
+
+    Time O(n²L + ndL) for each sample, memory O(M_x + M_θ). Unbiased, with a variance of (D + 1) ‖∇J‖²
+    over the number of samples, D being the number of all parameters: the one method of the paper's table
+    that is not exact.
+
+    With a predicted `direction` d the derivative along it is taken as it is, and the samples only
+    estimate what is orthogonal to it. With u = d / ‖d‖ and v⊥ = v − ⟨v, u⟩ u for a normal v,
+
+        ⟨∇J, u⟩ u + mean ⟨∇J, v⊥⟩ v⊥,        E v⊥ v⊥ᵀ = I − u uᵀ
+
+    is unbiased whatever the prediction, and exact where it is right.
+
+    **Arguments:**
+
+    - `key`: a `jax.random` key, or a number that makes one. Another for every step: inside `jit`, make
+        the method from a key that is an argument.
+    - `samples`: random directions. 0: the projection onto `direction` alone, which is biased.
+    - `direction`: None, or what the gradient is predicted to be, as the gradient is returned.
+    """
+
+    key: Any
+    samples: int = 1
+    direction: Any = None
+
+    def __post_init__(self) -> None:
+        least = 1 if self.direction is None else 0
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < least:
+            raise ValueError(
+                f"ProjectedForward: samples counts random directions, at least {least}"
+                + (" (0 needs a direction)" if least else "")
+                + f", got {self.samples!r}"
+            )
+        if isinstance(self.key, bool | float | None | str):
+            raise TypeError(
+                "ProjectedForward: key takes a jax.random key, or a whole number that makes one, got "
+                f"{self.key!r}"
+            )
+
+    def random_key(self) -> Any:
+        """The key, made from a number if it is one."""
+        if isinstance(self.key, int | np.integer):
+            return jax.random.key(self.key)
+        return self.key
+
+    def _identity(self) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(self.direction)
+        return (self.samples, tree, *(_identity(a) for a in (self.key, *leaves)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProjectedForward) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+
+@dataclass(frozen=True)
+class Reversible:
+    """Reverse mode that has each state again from the one after it: for invertible networks.
+
+    Time O(n²L + ndL), memory O(M_x + M_θ). Inverted are couplings (`moonwalk.nn.Coupling`, whatever has
+    `custom_vijp.definverse`), affine layers that are square and have a vijp, pointwise functions like
+    LeakyReLU. The stem up to the first layer, and the head from the last one on, are stored. Anything
+    else in between is refused with `NotInvertibleError`, which names it.
+
+    **Arguments:**
+
+    - `tolerance`: how far the state that the inverses arrive at may be from the one that they should.
+        None: 1e-11 in float64, 1e-4 in float32.
+    - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
+    - `on_inexact`: what happens when it is further: "raise", "nan" (the gradients) or "ignore".
+    """
+
+    tolerance: float | None = None
+    inputs: tuple[int, ...] = ()
+    on_inexact: str = "raise"
+
+    walk_precision: ClassVar[Any] = None
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True)
 class Moonwalk:
     """The paper's algorithm: walk what can be walked, keep or recompute the rest.
+
+    Time O(n²L + ndL), memory O(M_x L + M_θ); with `checkpoint` O(√(n M_x L) + M_θ).
 
     **Arguments:**
 
@@ -57,14 +209,7 @@ class Moonwalk:
                 "Moonwalk: fragment takes moonwalk.Fragment(span=..., stagger=...) or None, got "
                 f"{self.fragment!r}"
             )
-        counts = isinstance(self.checkpoint, int) and not isinstance(self.checkpoint, bool)
-        if self.checkpoint is not None and not (
-            self.checkpoint >= 1 if counts else self.checkpoint in CHECKPOINT  # type: ignore[operator]
-        ):
-            raise ValueError(
-                "Moonwalk: checkpoint must be None, a number of segments, or one of "
-                f"{', '.join(map(repr, CHECKPOINT))}, got {self.checkpoint!r}"
-            )
+        _check_count("Moonwalk", "checkpoint", self.checkpoint, CHECKPOINT)
         _check(self)
 
 
@@ -72,8 +217,8 @@ class Moonwalk:
 class PureForward:
     """The paper's forward-only variant: a seed by jvp alone, then the sweep; memory constant in depth.
 
-    Needs a network that can be walked from its first state to its last weight without anchors, and one
-    jvp for every number of that first state.
+    Time O(n³L + ndL), memory O(M_x + M_θ). Needs a network that can be walked from its first state to
+    its last weight without anchors, and one jvp for every number of that first state.
 
     **Arguments:**
 
@@ -92,15 +237,42 @@ class PureForward:
     on_inexact: str = "raise"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk, int) or self.chunk < 1:
-            raise ValueError(
-                f"PureForward: chunk counts jvps side by side, at least 1, got {self.chunk!r}"
-            )
+        _check_chunk(self)
         _check(self)
 
 
+def _identity(leaf: Any) -> Any:
+    """What makes two arrays the same setting: their values, or of a tracer that it is the same one."""
+    typed = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    known = compat.concrete(jax.random.key_data(leaf) if typed else leaf)
+    if known is None:
+        return id(leaf)
+    return (known.shape, str(known.dtype), known.tobytes())
+
+
+def _check_count(name: str, setting: str, given: Any, words: tuple[str, ...]) -> None:
+    counts = isinstance(given, int) and not isinstance(given, bool)
+    if given is not None and not (given >= 1 if counts else given in words):
+        raise ValueError(
+            f"{name}: {setting} must be None, a number of segments, or one of "
+            f"{', '.join(map(repr, words))}, got {given!r}"
+        )
+
+
+def _check_chunk(method: Any) -> None:
+    if isinstance(method.chunk, bool) or not isinstance(method.chunk, int) or method.chunk < 1:
+        raise ValueError(
+            f"{type(method).__name__}: chunk counts jvps side by side, at least 1, got {method.chunk!r}"
+        )
+
+
+def _set_inputs(method: Any) -> None:
+    inputs = (method.inputs,) if isinstance(method.inputs, int) else tuple(method.inputs)
+    object.__setattr__(method, "inputs", inputs)
+
+
 def _check(method: Any) -> None:
-    """Settings that all methods have; numbers and names become what they stand for."""
+    """Settings that walks and inverses have; numbers and names become what they stand for."""
     name = type(method).__name__
     if method.tolerance is not None and not method.tolerance > 0:
         raise ValueError(
@@ -111,8 +283,7 @@ def _check(method: Any) -> None:
             f"{name}: on_inexact must be one of {', '.join(map(repr, ON_INEXACT))}, "
             f"got {method.on_inexact!r}"
         )
-    inputs = (method.inputs,) if isinstance(method.inputs, int) else tuple(method.inputs)
-    object.__setattr__(method, "inputs", inputs)
+    _set_inputs(method)
     precision = method.walk_precision
     if precision is not None and not isinstance(precision, lax.Precision | lax.DotAlgorithmPreset):
         try:

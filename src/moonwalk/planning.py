@@ -22,17 +22,18 @@ from jax import lax
 
 from . import compat, inversion
 from .inversion import Inverted
-from .methods import Moonwalk, PureForward
+from .methods import Checkpoint, Moonwalk, PureForward, Reversible
 from .residuals import Residual, nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Plain, full_residual, live_bytes
+from .segments import Nested, Plain, full_residual, live_bytes
 from .sources import MARGIN, Book, Growth, Options, evenly, period_for, plan_walk
 from .trunk import Node, Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import Step, Walk
 
-Segment = Walk | Plain | Inverted
+Planned = Moonwalk | PureForward | Checkpoint | Reversible  # methods that a plan is made for
+Segment = Walk | Plain | Nested | Inverted
 
 
 @dataclass
@@ -452,7 +453,7 @@ def _realise(
             gradients = max(c.gradients for c in costs[i:j])
             transient = max(transient, run.transient_bytes + gradients)
         else:
-            periods = {k: c.period for k, c in enumerate(costs) if i <= k < j and c.period}
+            periods = {k: (c.period,) for k, c in enumerate(costs) if i <= k < j and c.period}
             plain = Plain(cut, i, j, periods)
             segments.append(plain)
             kept += plain.kept_bytes
@@ -514,16 +515,14 @@ def _flat_equations(eqns: Iterable[Any]) -> Iterable[Any]:
 _TF32 = 1e-2  # what walks are held to whose products run in TF32, as everything around them does
 
 
-def ambient_growth(cut: Trunk, method: Moonwalk | PureForward) -> float:
+def ambient_growth(cut: Trunk, method: Planned) -> float:
     """Up to which growth of error walks run in the ambient precision, which may be TF32."""
     if method.tolerance is not None or not runs_in_tf32(cut):
         return 1.0
     return _TF32 / MARGIN / 2.0**-11
 
 
-def tolerance_of(
-    cut: Trunk, method: Moonwalk | PureForward, segments: Sequence[Segment], planned: float
-) -> float:
+def tolerance_of(cut: Trunk, method: Planned, segments: Sequence[Segment], planned: float) -> float:
     """What a certificate is held to: a walk that loses little runs in the ambient precision."""
     limit = ambient_growth(cut, method)
     faithful = all(s.growth <= limit for s in segments if isinstance(s, Walk))
@@ -532,7 +531,7 @@ def tolerance_of(
     return planned
 
 
-def options_for(cut: Trunk, method: Moonwalk | PureForward, certify: bool) -> tuple[Options, float]:
+def options_for(cut: Trunk, method: Planned, certify: bool) -> tuple[Options, float]:
     """A method's settings on this network, and its tolerance."""
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance

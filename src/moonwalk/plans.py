@@ -10,12 +10,12 @@ from typing import Any
 from . import compat
 from .inversion import Inverted, OneBlock, OneScan
 from .methods import Moonwalk, PureForward
-from .planning import Choice, NodeCost, node_costs
+from .planning import Choice, NodeCost, Planned, node_costs
 from .registry import Gain
 from .residuals import nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Plain, live_bytes
+from .segments import Nested, Plain, live_bytes
 from .trunk import Node, Trunk
 from .walks import ForkStep, Step, Walk
 
@@ -47,7 +47,7 @@ class Plan:
     """
 
     rows: tuple[Row, ...]
-    method: Moonwalk | PureForward
+    method: Planned
     tolerance: float
     kept_bytes: int
     peak_bytes: int
@@ -161,7 +161,7 @@ def describe(
     choice: Choice,
     plain: Choice,
     costs: Sequence[NodeCost],
-    method: Moonwalk | PureForward,
+    method: Planned,
     tolerance: float,
     signature: tuple[tuple[str, str], ...],
     gains: tuple[tuple[Any, Gain], ...],
@@ -176,7 +176,9 @@ def describe(
         elif isinstance(segment, Inverted):
             rows += _inverted_rows(segment, costs)
         else:
-            rows += _plain_rows(segment, costs)
+            leaves = segment.leaves if isinstance(segment, Nested) else [segment]
+            for leaf in leaves:
+                rows += _plain_rows(leaf, costs, chosen=isinstance(method, Moonwalk | PureForward))
     working = max(live_bytes(cut), default=0) + WORKING * largest_state(cut)
     walks = [s for s in choice.segments if isinstance(s, Walk)]
     inverted = [s for s in choice.segments if isinstance(s, Inverted)]
@@ -303,7 +305,8 @@ def _part_rows(
     return [row, *(r for p, c in inner for r in _part_rows(p, c, 0, depth + 1, length))]
 
 
-def _plain_rows(segment: Plain, costs: Sequence[NodeCost]) -> list[Row]:
+def _plain_rows(segment: Plain, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
+    """`chosen`: whether there was a choice between this and walking."""
     rows = []
     for i, node in enumerate(segment.nodes):
         if node.is_aside or node.is_fork:
@@ -314,7 +317,13 @@ def _plain_rows(segment: Plain, costs: Sequence[NodeCost]) -> list[Row]:
         if not stored and not rows:
             size = segment.kept_bytes
         why = node.verdict.reason
-        if node.rule is not None:
+        if not chosen:
+            why = "stored, as residuals" if stored else "run again from the segment's start"
+            periods = segment.periods.get(segment.start + i)
+            if periods:
+                size = segment.kept_bytes
+                why = f"segments of {' of '.join(map(str, periods))} layers, run again"
+        elif node.rule is not None:
             why = "stored: cheaper than walking" if stored else "recomputed: cheaper than walking"
         rows.append(
             Row(

@@ -107,6 +107,8 @@ class Rule:
     name: ClassVar[str]
     # Whether what `linearize` keeps is itself the pullback h' ↦ h' J (the engine's Phase II needs one).
     keeps_pullback: ClassVar[bool] = True
+    # Whether `inverse` is an author's, and not made here from what is known of the block.
+    inverse_is_given: ClassVar[bool] = False
 
     def matches(self, block: Block) -> bool:
         """Whether the rule speaks of this block at all (asked of rules for regions)."""

@@ -640,14 +640,20 @@ def costly_inside(eqn: Any) -> bool:
     return any(costly_inside(e) for inner in compat.inner_jaxprs(eqn) for e in inner.eqns)
 
 
-def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
-    """A scan's outputs and exports, by a scan over checkpointed scans of `period` layers."""
+def checkpointed(
+    node: Node, periods: tuple[int, ...], x: Sequence[Any], operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """A scan's outputs and exports, by a scan over checkpointed scans of `periods[0]` layers.
+
+    Those are scans over checkpointed scans of `periods[1]` layers, and so on. Layers left over by a
+    period that does not divide are a checkpointed scan of their own.
+    """
     block, (eqn,) = node.block, node.block.eqns
     counts = compat.scan_counts(eqn)
     env = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
     consts, carry, xs = counts.groups([graph.read(env, v) for v in eqn.invars])
     inner, inner_consts = compat.open_jaxpr(eqn.params["jaxpr"])
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    reverse = eqn.params["reverse"]
 
     def step(carry: Any, xs: Any) -> Any:
         env = dict(zip(inner.constvars, inner_consts, strict=True))
@@ -656,19 +662,40 @@ def checkpointed(node: Node, period: int, x: Sequence[Any], operands: Sequence[A
         out = [graph.read(env, v) for v in inner.outvars]
         return out[: counts.carry], out[counts.carry :]
 
-    if period == 1:
-        last, ys = lax.scan(
-            jax.checkpoint(step, prevent_cse=False), carry, xs, length=length, reverse=reverse
-        )
-    else:
-        periods = length // period
+    def layers(carry: Any, xs: Any, length: int, periods: tuple[int, ...]) -> Any:
+        periods = tuple(p for p in periods if p < length)
+        if not periods:
+            return lax.scan(step, carry, xs, length=length, reverse=reverse)
+        period, deeper = periods[0], periods[1:]
+        if period == 1:
+            once = jax.checkpoint(step, prevent_cse=False)
+            return lax.scan(once, carry, xs, length=length, reverse=reverse)
+        count, rest = divmod(length, period)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def outer(carry: Any, xs: Any) -> Any:
-            return lax.scan(step, carry, xs, length=period, reverse=reverse)
+        def chunk(carry: Any, xs: Any) -> Any:
+            return layers(carry, xs, period, deeper)
 
-        chunks = [a.reshape((periods, period, *a.shape[1:])) for a in xs]
-        last, ys = lax.scan(outer, carry, chunks, length=periods, reverse=reverse)
-        ys = [a.reshape((length, *a.shape[2:])) for a in ys]
+        def whole(carry: Any) -> Any:
+            cut = [a[: count * period] if rest else a for a in xs]
+            cut = [a.reshape((count, period, *a.shape[1:])) for a in cut]
+            carry, ys = lax.scan(chunk, carry, cut, length=count, reverse=reverse)
+            return carry, [a.reshape((count * period, *a.shape[2:])) for a in ys]
+
+        @jax.checkpoint
+        def short(carry: Any) -> Any:
+            return layers(carry, [a[count * period :] for a in xs], rest, deeper)
+
+        if not rest:
+            return whole(carry)
+        if reverse:
+            carry, last = short(carry)
+            carry, first = whole(carry)
+        else:
+            carry, first = whole(carry)
+            carry, last = short(carry)
+        return carry, [jnp.concatenate(pair) for pair in zip(first, last, strict=True)]
+
+    last, ys = layers(carry, xs, eqn.params["length"], periods)
     found = dict(zip(eqn.outvars, (*last, *ys), strict=True))
     return tuple(found[v] for v in (*block.outputs, *block.exports))

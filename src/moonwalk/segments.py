@@ -22,8 +22,8 @@ from .trunk import Node, Trunk
 from .walks import Env, hold
 
 
-def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residual:
-    """What a node keeps for ∂y/∂x and ∂y/∂θ; a scan may be run as a scan of checkpointed scans."""
+def full_residual(node: Node, trunk: Trunk, periods: tuple[int, ...] = ()) -> Residual:
+    """What a node keeps for ∂y/∂x and ∂y/∂θ; a scan may be run as scans of checkpointed scans."""
     block = node.block
     places = [block.operands.index(v) for v in node.weights]
 
@@ -32,8 +32,8 @@ def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residu
             values = list(operands)
             for place, w in zip(places, weights, strict=True):
                 values[place] = w
-            if period is not None:
-                out = scans.checkpointed(node, period, x, values)
+            if periods:
+                out = scans.checkpointed(node, periods, x, values)
             else:
                 out = block.values((*block.outputs, *block.exports), x, values)
             return out[: len(block.outputs)], out[len(block.outputs) :]
@@ -41,7 +41,7 @@ def full_residual(node: Node, trunk: Trunk, period: int | None = None) -> Residu
         y, pullback, exports = jax.vjp(run, list(x), [operands[p] for p in places], has_aux=True)
         return (*y, *exports), pullback
 
-    key = (node, period)
+    key = (node, periods)
     if key not in trunk.memory:
         x, operands = block.structs()
         # A light node may be linearised again from its state; a heavy one would take as long again.
@@ -65,6 +65,31 @@ class Stretch:
         self.last: dict[Any, int] = {}
         for i, node in enumerate(self.nodes):
             self.last.update((v, i) for v in (*node.block.inputs, *node.block.operands))
+
+        made = {v for n in self.nodes for v in (*n.block.outputs, *n.block.exports)}
+        reads = dict.fromkeys(v for n in self.nodes for v in (*n.block.inputs, *n.block.operands))
+        self.inputs = tuple(v for v in reads if v not in made and v not in trunk.fixed)
+        self.state_bytes = nbytes(*(v.aval for v in self.inputs))
+
+    def run_keeping_start(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> list[Any]:
+        """Forward: what `start_again` needs."""
+        kept = [x[v] for v in self.inputs]
+        self.run(fixed, x, retain, again=again)
+        hold((x, list(x)))
+        return kept
+
+    def start_again(self, fixed: Env, kept: list[Any], h: Env) -> tuple[Env, Env]:
+        """What every phase can read, and the state at the start, for another pass once h is there."""
+        x, fixed = dict(zip(self.inputs, kept, strict=True)), dict(fixed)
+        # Behind a barrier with h, or XLA would merge this forward pass with the first.
+        data = [v for v in self._data() if v in fixed]
+        hold((x, list(x)), (h, list(h)), (fixed, data))
+        return fixed, x
+
+    def _data(self) -> list[Any]:
+        """Operands that are data: what a forward pass from the very start begins with."""
+        reads = dict.fromkeys(v for n in self.nodes for v in n.block.operands)
+        return [v for v, k in zip(reads, self.trunk.kinds(reads), strict=True) if k == "data"]
 
     def run(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> None:
         """Forward, keeping nothing: reads and writes `x`. `again`: another pass prints."""
@@ -90,22 +115,31 @@ class Plain(Stretch):
 
     is_estimated = False  # it is what JAX does
 
-    def __init__(self, trunk: Trunk, start: int, stop: int, periods: dict[int, int] | None = None):
-        """`periods`: of scans that are run as scans of checkpointed scans, by node."""
+    def __init__(
+        self,
+        trunk: Trunk,
+        start: int,
+        stop: int,
+        periods: dict[int, tuple[int, ...]] | None = None,
+        *,
+        recomputed: bool | None = None,
+    ):
+        """`periods`: of scans that are run as scans of checkpointed scans, by node.
+
+        `recomputed`: run the nodes again, or not; None: where that keeps less.
+        """
         super().__init__(trunk, start, stop)
-        periods = periods or {}
+        self.periods = periods = periods or {}
         self.residuals = [
-            None if n.is_aside or n.is_fork else full_residual(n, trunk, periods.get(start + i))
+            None if n.is_aside or n.is_fork else full_residual(n, trunk, periods.get(start + i, ()))
             for i, n in enumerate(self.nodes)
         ]
-        made = {v for n in self.nodes for v in (*n.block.outputs, *n.block.exports)}
-        reads = dict.fromkeys(v for n in self.nodes for v in (*n.block.inputs, *n.block.operands))
-        self.inputs = tuple(v for v in reads if v not in made and v not in trunk.fixed)
         self.stored_bytes = self._stored_bytes()
-        self.state_bytes = nbytes(*(v.aval for v in self.inputs))
         once = any(n.calls_once for n in self.nodes)
         asked = any(n.checkpointed for n in self.nodes)  # what the user checkpointed is never stored
-        self.recomputed = not once and (asked or self.state_bytes < self.stored_bytes)
+        if recomputed is None:
+            recomputed = self.state_bytes < self.stored_bytes
+        self.recomputed = not once and (asked or recomputed)
 
     def _stored_bytes(self) -> int:
         """Of all nodes together; a state that several of them keep is kept once."""
@@ -145,19 +179,12 @@ class Plain(Stretch):
         """Forward: reads and writes `x`, returns what is kept. `again`: another pass prints."""
         if not self.recomputed:
             return self._linearise(fixed, x, retain, again=again)
-        kept = [x[v] for v in self.inputs]
-        self.run(fixed, x, retain, again=again)
-        hold((x, list(x)))
-        return kept
+        return self.run_keeping_start(fixed, x, retain, again=again)
 
     def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
         """From the outputs' cotangents to the inputs', handing out gradients; no errors to sample."""
         if self.recomputed:
-            x = dict(zip(self.inputs, kept, strict=True))
-            # Behind a barrier with h, or XLA would merge this forward pass with the first.
-            fixed = dict(fixed)
-            data = [v for v in self._data() if v in fixed]
-            hold((x, list(x)), (h, list(h)), (fixed, data))
+            fixed, x = self.start_again(fixed, kept, h)
             kept = self._linearise(fixed, x, frozenset(), again=True)
         for i in reversed(range(len(self.nodes))):
             node, residual = self.nodes[i], self.residuals[i]
@@ -207,10 +234,44 @@ class Plain(Stretch):
         hold((x, list(x)), (kept, waiting))
         return kept
 
-    def _data(self) -> list[Any]:
-        """Operands that are data: what a forward pass from the very start begins with."""
-        reads = dict.fromkeys(v for n in self.nodes for v in n.block.operands)
-        return [v for v, k in zip(reads, self.trunk.kinds(reads), strict=True) if k == "data"]
+
+class Nested(Stretch):
+    """Segments in a segment: run again from its start, each of them keeps what it keeps itself."""
+
+    kind = "recompute"
+    is_estimated = False
+
+    def __init__(self, parts: Sequence[Plain | Nested]):
+        super().__init__(parts[0].trunk, parts[0].start, parts[-1].stop)
+        self.parts = parts
+
+    @property
+    def leaves(self) -> list[Plain]:
+        """The innermost segments."""
+        return [leaf for p in self.parts for leaf in (p.leaves if isinstance(p, Nested) else [p])]
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.state_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """What its parts keep together, and what one of them takes."""
+        return sum(p.kept_bytes for p in self.parts) + max(p.transient_bytes for p in self.parts)
+
+    def phase_one(
+        self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset(), *, again: bool = False
+    ) -> Any:
+        """Forward: reads and writes `x`, returns the state at the start."""
+        return self.run_keeping_start(fixed, x, retain, again=again)
+
+    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
+        """As `Plain.reverse`."""
+        fixed, x = self.start_again(fixed, kept, h)
+        saved = [part.phase_one(fixed, x, again=True) for part in self.parts]
+        for part in reversed(self.parts):
+            part.reverse(fixed, saved.pop(), h, out)
+        return []
 
 
 def graph_value(x: Env, fixed: Env, v: Any) -> Any:

@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,33 +126,105 @@ def reference(network: networks.Network, kind: str, precision: str, args: Any) -
 def measure(task: Task, cache: Path | None = None) -> dict[str, Any]:
     """The fields of a task's record. What a method refuses is a result."""
     warnings.simplefilter("ignore", PlanWarning)
-    network, asked = networks.make(task), task.settings
-    types = network.types()
-    found: dict[str, Any] = {"parameters": sum(a.size for a in jax.tree.leaves(types[0])), "extra": {}}
-    make_arguments = functools.cache(lambda: network.arguments(asked.get("seed", 0)))
-    with precisely(task.precision):
-        planned = make_arguments() if methods.needs_values(task.method) else types
+    try:
+        with precisely(task.precision):
+            return largest(task) if "search" in task.settings else _measure(task, cache)
+    except (MoonwalkError, NotImplementedError) as refusal:
+        return {"status": "refused", "message": str(refusal)}
+
+
+class Program:
+    """The compiled gradient of a task, and what compiling it told."""
+
+    def __init__(self, task: Task):
+        self.network = networks.make(task)
+        types = self.network.types()
+        self.arguments = functools.cache(lambda: self.network.arguments(task.settings.get("seed", 0)))
+        planned = self.arguments() if methods.needs_values(task.method) else types
         begun = time.perf_counter()
-        try:
-            fun = methods.differentiate(task.method, network.loss, planned)
-            program = compiled(fun, *types)
-        except (MoonwalkError, NotImplementedError) as refusal:
-            return {**found, "status": "refused", "message": str(refusal)}
-        found |= {**memory(program), "compile_seconds": time.perf_counter() - begun}
-        if asked.get("plan"):
-            found["extra"]["plan"] = gradient.plan(network.loss, *types).to_dict()["rows"]
-        limit = asked.get("limit_bytes")
-        if limit is not None and held(found) > limit:
-            return {**found, "status": "oom", "message": f"{held(found)} bytes of {limit}"}
-        if not asked.get("run", True):
-            return found
-        (_, gradients), found["seconds"] = timed(program, make_arguments(), asked.get("repeats", 5))
+        self.run = compiled(methods.differentiate(task.method, self.network.loss, planned), *types)
+        self.found: dict[str, Any] = {
+            **memory(self.run),
+            "compile_seconds": time.perf_counter() - begun,
+            "parameters": sum(a.size for a in jax.tree.leaves(types[0])),
+            "extra": {},
+        }
+        if task.settings.get("plan"):
+            self.found["extra"]["plan"] = gradient.plan(self.network.loss, *types).to_dict()["rows"]
+
+
+def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
+    asked, program = task.settings, Program(task)
+    found, limit = program.found, asked.get("limit_bytes")
+    if limit is not None and held(found) > limit:
+        return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
+    if not asked.get("run", True):
+        return found
+    args = program.arguments()
+    (_, gradients), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))
     found["peak_bytes"] = peak()
     kind = asked.get("reference")
     if kind is not None:
-        truth = cached(cache, task, lambda: reference(network, kind, task.precision, make_arguments()))
+        truth = cached(cache, task, lambda: reference(program.network, kind, task.precision, args))
         found |= {"gradient_error": error(gradients, truth), "reference": REFERENCES[kind]}
     return found
+
+
+# --- the largest size within a limit ------------------------------------------------------------------
+
+
+def largest(task: Task) -> dict[str, Any]:
+    """The largest depth, or batch, whose program is within `limit_bytes`; nothing is run.
+
+    Compiled programs are compared, which is the same in one process as in many.
+    """
+    asked, limit = task.settings["search"], task.settings["limit_bytes"]
+    found: dict[int, dict[str, Any]] = {}
+
+    def needs(steps: int) -> int:
+        if steps not in found:
+            one = replace(task, **{asked["over"]: steps * asked["step"]})
+            found[steps] = Program(one).found
+        return held(found[steps])
+
+    best = bisect(needs, limit, asked["most"] // asked["step"])
+    probes = sorted((steps * asked["step"], held(f)) for steps, f in found.items())
+    extra = {"largest": best * asked["step"], "probes": probes, "most": asked["most"]}
+    if not best:
+        message = f"{needs(1)} bytes at {asked['over']} {asked['step']}, of {limit}"
+        return {"status": "oom", "message": message, "extra": extra}
+    return {**found[best], "extra": extra}
+
+
+def bisect(needs: Callable[[int], int], limit: int, most: int) -> int:
+    """The largest n ≤ most with needs(n) ≤ limit, as far as `needs` grows; 0: none.
+
+    Memory is nearly a line in n, so every other guess is where the line through both ends meets the
+    limit; the rest halve.
+
+    **Example:**
+
+    >>> bisect(lambda n: 10 + 3 * n, 100, 1000)
+    30
+    """
+    if needs(most) <= limit:
+        return most
+    low, high, by_line = 0, most, True
+    while high - low > 1:
+        guess = (low + high) // 2
+        if by_line:
+            below = needs(low) if low else 0
+            share = (limit - below) / (needs(high) - below)
+            guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        if needs(guess) <= limit:
+            # On a line the next size is too large already: ask, and be done.
+            if by_line and guess + 1 < high and needs(guess + 1) > limit:
+                high = guess + 1
+            low = guess
+        else:
+            high = guess
+        by_line = not by_line
+    return low
 
 
 def cached(folder: Path | None, task: Task, compute: Callable[[], Any]) -> list[np.ndarray]:

@@ -43,10 +43,6 @@ def _by(method: Any) -> Callable[..., Gradient]:
     return lambda loss, args: gradient.value_and_grad(loss, method=method)
 
 
-def _named(kind: str, *args: Any) -> Callable[..., Gradient]:
-    return lambda loss, types: _by(getattr(methods, kind)(*args))(loss, types)
-
-
 def _accumulate(loss: Any, args: Any, count: int) -> Gradient:
     """The mean over micro-batches, one after the other: what a user does whose batch does not fit."""
     batch = args[1].shape[0]
@@ -100,15 +96,15 @@ def _measured(loss: Any, args: Any) -> Gradient:
 
 
 _METHODS: dict[str, Callable[..., Gradient]] = {
-    "backprop": lambda loss, args: jax.value_and_grad(loss),
-    "checkpoint": _named("Checkpoint"),
-    "checkpoint-sqrt": _named("Checkpoint", "sqrt"),
-    "checkpoint-recursive": _named("Checkpoint", "recursive"),
-    "checkpoint-block": _named("Checkpoint", "block"),
+    "backprop": _by(methods.Backprop()),
+    "checkpoint": _by(methods.Checkpoint()),
+    "checkpoint-sqrt": _by(methods.Checkpoint("sqrt")),
+    "checkpoint-recursive": _by(methods.Checkpoint("recursive")),
+    "checkpoint-block": _by(methods.Checkpoint("block")),
     r"accumulate-(?P<count>\d+)": _accumulate,
-    "forward": _named("Forward"),
-    "projected-forward": _named("ProjectedForward", jax.random.key(0)),
-    "reversible": _named("Reversible"),
+    "forward": _by(methods.Forward()),
+    "projected-forward": _by(methods.ProjectedForward(0)),
+    "reversible": _by(methods.Reversible()),
     "pure-forward": _by(methods.PureForward()),
     "pure-forward-per-example": _by(methods.PureForward(per_example=True)),
     "moonwalk": _by(methods.Moonwalk()),

@@ -48,39 +48,40 @@ class Runner:
         self.store, self.platform, self.timeout, self.retry = store, platform, timeout, retry
         self.on_start, self.on_record = on_start, on_record
         self.cache = store.path.parent / ".cache"
+        self._told: set[str] = set()
 
     def run(self, task: Task) -> Record:
         """The record of a task, measured if it is not in the store."""
         found = self.store.find(task)
-        if found is not None and not (self.retry and found["status"] in _AGAIN):
-            self.on_record(found, False)
+        is_known = found is not None and not (self.retry and found["status"] in _AGAIN)
+        if found is not None and (is_known or task.key in self._told):
+            self._tell(task, found, is_new=False)
             return found
         self.on_start(task)
         found = in_process(task, self.platform, self.cache, self.timeout)
         self.store.add(found)
-        self.on_record(found, True)
+        self._tell(task, found, is_new=True)
         return found
 
+    def _tell(self, task: Task, found: Record, is_new: bool) -> None:
+        """Once for every task: a search asks again for what the tasks before it found."""
+        if task.key not in self._told:
+            self._told.add(task.key)
+            self.on_record(found, is_new)
 
-def run(name: str, request: Request, runner: Runner) -> list[Record]:
-    """All of an experiment: (the records of its tasks, and of what it searched for)."""
+
+def run(name: str, request: Request, runner: Runner) -> None:
+    """All of an experiment: its tasks, and what it searches for."""
     module = experiments.load(name)
-    seen: list[Record] = []
-
-    def one(task: Task) -> Record:
-        seen.append(runner.run(task))
-        return seen[-1]
-
     for task in planned(module, request):
-        one(task)
+        runner.run(task)
     if hasattr(module, "search"):
-        module.search(request, one)
-    return seen
+        module.search(request, runner.run)
 
 
 def planned(module: Any, request: Request) -> list[Task]:
     """The tasks that are known beforehand."""
-    return module.tasks(request) if hasattr(module, "tasks") else []
+    return list(filter(request.wants, module.tasks(request)))
 
 
 def in_process(task: Task, platform: str, cache: Path | None, timeout: float = TIMEOUT) -> Record:

@@ -4,8 +4,8 @@ An experiment (`experiments/<name>.py`) is a module with
 
 - `TITLE`: one line;
 - `tasks(request) -> list[Task]`: what to measure, each in a process of its own;
-- `search(request, run) -> None`, instead of `tasks`, or after them: where what to measure next depends
-  on what was found. `run(task) -> Record` measures, or finds the record of an earlier run;
+- `search(request, run) -> None`, if what to measure next depends on what was found: called after the
+  tasks. `run(task) -> Record` measures, or finds the record that there is already;
 - `summary(records) -> list[Table]`: what was found, as tables;
 - `measure(task) -> dict`, if what it measures is not a gradient: run in the task's process, returns
   fields of the record. Without it `measuring.measure` does that.
@@ -35,6 +35,7 @@ class Request:
     - `limit_bytes`: of `depth` and `batch`; None: the experiment's own for the platform.
     - `seed`: of weights and data.
     - `data`: a folder, or a `.npz` file, with the images of `fig4`.
+    - `only`: words, one of which a task's description must have.
     """
 
     platform: str = "cpu"
@@ -43,10 +44,14 @@ class Request:
     limit_bytes: int | None = None
     seed: int = 0
     data: str | None = None
+    only: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
         return self.platform == "gpu"
+
+    def wants(self, task: Task) -> bool:
+        return not self.only or any(word in str(task) for word in self.only)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Task:
     - `precision`: of products: "default", "highest", ….
     - `settings`: all else, as JSON has it. Known to `measuring`: `seed`; `run` (False: memory alone);
         `repeats`; `reference` ("float64", "highest", "same" or None); `limit_bytes`; `plan` (True: the
-        plan's rows go to the record).
+        plan's rows go to the record); `search` ({"over": "depth" or "batch", "step", "most"}: the
+        largest such size within `limit_bytes`).
     """
 
     experiment: str

@@ -134,6 +134,68 @@ class Elementwise(Rule):
             )
         ]
 
+    def inverts(self, block: Block) -> Verdict:
+        if len(block.inputs) > 1:
+            return Verdict(None, "no inverse is known: several states, entry by entry")
+        if block.once(_newton_inverts):
+            return Verdict(True, "pointwise, linear in two pieces: inverted by two Newton steps")
+        return Verdict(
+            False,
+            "no inverse is known: two inputs may share an output (as those of |x| do), or it is not "
+            "linear in two pieces (as LeakyReLU is)",
+        )
+
+    def inverse(self, block: Block, operands: Sequence[Any], y: State) -> State:
+        def value_and_slope(x: Any) -> tuple[Any, Any]:
+            (value,), (slope,) = jax.jvp(lambda x: block((x,), operands), (x,), (jnp.ones_like(x),))
+            return value, slope
+
+        return (_newton(value_and_slope, y[0]).astype(block.inputs[0].aval.dtype),)
+
+
+def _newton(value_and_slope: Any, y: Any) -> Any:
+    """x with f(x) = y, for a monotone f of two linear pieces.
+
+    The first step solves the piece that it starts in. If y belongs to the other one, then what it
+    arrives at does too, because f is monotone, and the second step solves that.
+    """
+    x = y
+    for _ in range(2):
+        value, slope = value_and_slope(x)
+        x = x + (y - value) / slope
+    return x
+
+
+def _newton_inverts(block: Block) -> bool:
+    """Whether `_newton` finds probed inputs again."""
+    (state,), operands = block.structs()
+
+    def both(x: Any, *operands: Any) -> Any:
+        (value,), (slope,) = jax.jvp(lambda x: block((x,), operands), (x,), (jnp.ones_like(x),))
+        return value, slope
+
+    if _checked(block).backward:  # a custom_vjp has no forward derivative
+        return False
+    flat = [state, *operands]
+    jaxpr, consts = staging.flatten_calls(jax.make_jaxpr(both)(*flat), flat)
+    program = Program(jaxpr, tuple(consts), 1, 0, False)
+    rng = np.random.default_rng(0)
+    x = _inputs(state.dtype, rng)
+    others = [
+        _samples(v.aval, rng) if known is None else _drawn(known, rng)
+        for v, known in zip(block.operands, _known_numbers(block), strict=True)
+    ]
+
+    def value_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        value, slope = _pointwise(program, [x.astype(state.dtype), *others], np.random.default_rng(1))
+        return value, slope
+
+    with np.errstate(all="ignore"):
+        found = _newton(value_and_slope, value_and_slope(x)[0])
+    inside = np.abs(x) < 1e3  # beyond, a bias is lost in rounding, and squares overflow
+    off = np.abs(found - x)[inside]
+    return bool((off <= 1e-4 * np.maximum(1, np.abs(x[inside]))).all())
+
 
 def _sum(terms: Sequence[Any]) -> Any:
     return functools.reduce(jnp.add, terms)

@@ -16,11 +16,11 @@ import optax
 from .. import data, gradient
 from ..data import Dataset
 from ..errors import InexactError, NonFiniteError
-from ..methods import Moonwalk
+from ..gradient import Unplanned
+from ..methods import Backprop, Moonwalk
 from ..plans import Plan
 from . import names, stepping
 from .checkpoints import Checkpoints, Saved
-from .names import BACKPROP
 from .records import Record
 from .stepping import Augment, Examples, Metrics, State
 
@@ -35,7 +35,7 @@ class Result:
     model: Any
     opt_state: Any
     records: tuple[Record, ...]  # of this call; a resumed run's begin where it resumed
-    plan: Plan | None  # of the last steps; None for backpropagation
+    plan: Plan | None  # of the last steps; None where there is none to make
     temp_bytes: int  # of a program of `steps_per_call` steps, beside its arguments
     backprop_bytes: int | None  # of the same by backpropagation, with `compare_memory`
     replans: int
@@ -73,7 +73,7 @@ def fit(
     - `dataset`: of `moonwalk.data`.
     - `optimizer`: of optax, or `training.optimizer(name, rate, ...)`.
     - `steps`: in all, those of earlier runs included.
-    - `method`: "backprop", "moonwalk", "moonwalk-checkpoint", or what `moonwalk.value_and_grad` takes.
+    - `method`: a name of `training.METHODS`, or what `moonwalk.value_and_grad` takes.
     - `batch`, `seed`: see `data.indices`.
     - `augment`: a function (key, x) of a batch as the data set stores it, such as
         `training.flip_and_crop`.
@@ -125,7 +125,7 @@ def fit(
     memory = trainer.memory(steps_per_call)
     backprop = None
     if compare_memory:
-        backprop = memory if trainer.is_backprop else trainer.memory(steps_per_call, BACKPROP)
+        backprop = memory if trainer.is_backprop else trainer.memory(steps_per_call, Backprop())
     if on_start is not None:
         on_start(step, memory, backprop)
     records: list[Record] = []
@@ -201,11 +201,11 @@ class _Trainer:
 
     @property
     def is_backprop(self) -> bool:
-        return isinstance(self.method, str) and self.method == BACKPROP
+        return isinstance(self.method, Backprop)
 
     def plan(self, params: Any, step: int, attempt: int, measure: bool) -> None:
         """Decide how to differentiate: at `params`, with the batch of `step`."""
-        if self.is_backprop:
+        if isinstance(self.method, Unplanned):
             return
         self.programs.clear()
         settings, planned = self.method, None

@@ -9,11 +9,12 @@ from typing import Any
 import optax
 
 from ..gradient import check_method
-from ..methods import Moonwalk
+from ..methods import Backprop, Checkpoint, Moonwalk, ProjectedForward, Reversible
 
-BACKPROP = "backprop"
 METHODS: dict[str, Any] = {
-    BACKPROP: BACKPROP,  # jax.value_and_grad
+    "backprop": Backprop(),
+    "checkpoint": Checkpoint(),
+    "reversible": Reversible(),
     "moonwalk": Moonwalk(),
     "moonwalk-checkpoint": Moonwalk(checkpoint="auto"),
 }
@@ -39,6 +40,11 @@ def method(given: Any) -> Any:
     if isinstance(given, str):
         return lookup("method", given, METHODS)
     check_method(given)
+    if isinstance(given, ProjectedForward):
+        raise ValueError(
+            "fit: ProjectedForward would draw the same directions in every step, since its key is part "
+            "of the method; write the loop yourself, and make the method from another key in each step"
+        )
     return given
 
 

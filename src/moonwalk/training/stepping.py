@@ -9,7 +9,7 @@ the metrics afterwards can go on from there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,9 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import compat, gradient
 from ..data import Dataset
-from ..methods import Moonwalk, PureForward
 from ..plans import Plan
-from .names import BACKPROP
 
 Loss = Callable[[Any, Array, Array], tuple[Array, Array]]  # (params, x, y) -> (loss, accuracy)
 Augment = Callable[[Array, Array], Array]
@@ -80,9 +78,6 @@ def normaliser(dataset: Dataset) -> Callable[[Array], Array]:
 
 def differentiated(loss: Loss, method: Any) -> Callable[..., tuple[tuple[Array, Array], Any, Array]]:
     """(params, x, y) -> ((loss, accuracy), gradients, sampled error of the walks)."""
-    if method == BACKPROP:
-        backprop = jax.value_and_grad(loss, has_aux=True)
-        return lambda *args: (*backprop(*args), jnp.zeros((), jnp.float32))
     walk = gradient.value_and_grad(loss, has_aux=True, method=quiet(method), certify=True)
 
     def run(*args: Any) -> tuple[tuple[Array, Array], Any, Array]:
@@ -96,8 +91,8 @@ def quiet(method: Any) -> Any:
     """The same method, which leaves it to the loop to judge certificates."""
     if isinstance(method, Plan):
         return replace(method, method=quiet(method.method))
-    assert isinstance(method, Moonwalk | PureForward)
-    return replace(method, on_inexact="ignore")
+    judges = any(field.name == "on_inexact" for field in fields(method))
+    return replace(method, on_inexact="ignore") if judges else method
 
 
 def make_steps(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ...plans import human
 from ..tasks import Record, Request, Table, Task
+
+Run = Callable[[Task], Record]
 
 COLUMNS = (
     "method",
@@ -80,3 +83,48 @@ def by_variant(records: Sequence[Record]) -> list[Table]:
         task = record["task"]
         groups.setdefault(", ".join(filter(None, (task["network"], task["variant"]))), []).append(record)
     return [Table(name, COLUMNS, [row(r) for r in group]) for name, group in groups.items()]
+
+
+# --- the largest size within a limit ------------------------------------------------------------------
+
+
+def run_largest(task: Task, run: Run, reference: str) -> Record | None:
+    """Search, then run what was found; None where nothing fits."""
+    found = run(task)
+    over, size = task.settings["search"]["over"], found["extra"].get("largest")
+    if not size:
+        return None
+    settings = {k: v for k, v in task.settings.items() if k != "search"}
+    settings |= {"reference": reference, "repeats": 3}
+    return run(replace(task, **{over: size}, settings=settings))
+
+
+def largest(records: Sequence[Record], over: str) -> list[Table]:
+    """A table for every network: what each method reaches, and what it is like there."""
+    searches = [r for r in records if "search" in r["task"]["settings"]]
+    runs = {_place(r["task"], r["task"][over]): r for r in records if r not in searches}
+    columns = ("method", over, "in all, bytes", "seconds", "low", "high", "gradient error", "status")
+    groups: dict[str, list[list[Any]]] = {}
+    for record in searches:
+        task, size = record["task"], record["extra"].get("largest", 0)
+        ran = runs.get(_place(task, size))
+        limit = task["settings"]["limit_bytes"]
+        name = ", ".join(filter(None, (task["network"], task["variant"])))
+        title = f"{name}: the largest {over} within {human(limit)}"
+        at_most = size == record["extra"].get("most")
+        row = [task["method"], f"{size} (as far as was tried)" if at_most else size]
+        if ran is None:
+            row += [None] * 5 + [record["status"]]
+        else:
+            times = ran["seconds"] or {}
+            total = [ran[k] for k in ("temp_bytes", "argument_bytes", "output_bytes")]
+            row += [None if None in total else sum(total)]
+            row += [times.get("median"), times.get("low"), times.get("high")]
+            row += [ran["gradient_error"], ran["status"]]
+        groups.setdefault(title, []).append(row)
+    return [Table(title, columns, rows) for title, rows in groups.items()]
+
+
+def _place(task: dict[str, Any], size: int) -> tuple[Any, ...]:
+    limit = task["settings"].get("limit_bytes")
+    return task["network"], task["variant"], task["method"], limit, size

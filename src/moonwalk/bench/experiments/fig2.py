@@ -18,34 +18,26 @@ PRINTED = ("lower, slope 0.01", "lower, slope 0.1", "lower, slope 0.3")
 
 
 def tasks(request: Request) -> list[Task]:
+    others: tuple[str, ...] = ("checkpoint", "checkpoint-block", "accumulate-4")
+    printed = PRINTED
     if request.on_gpu:
-        sizes = common.Sizes(width=128, length=256, batch=128)
-        depths, deepest, printed = (1, 2, 4, 8), 8, PRINTED
+        sizes, depths = common.Sizes(width=128, length=256, batch=128), (1, 2, 4, 8)
     elif request.quick:
-        sizes = common.Sizes(width=16, length=32, batch=8)
-        depths, deepest, printed = (1, 4), 4, PRINTED[:1]
+        sizes, depths = common.Sizes(width=16, length=32, batch=8), (2, 5)
+        others, printed = ("checkpoint",), PRINTED[:1]
     else:
-        sizes = common.Sizes(width=32, length=64, batch=16)
-        depths, deepest, printed = (1, 2, 3, 4, 5), 5, PRINTED
+        sizes, depths = common.Sizes(width=32, length=64, batch=16), (1, 2, 3, 4, 6)
+        others += ("checkpoint-recursive", "moonwalk-checkpoint")
     variant = STABLE + ", residual" if request.residual else STABLE
     make = common.maker("fig2", "pyramid", sizes, request)
     found = [
-        make(variant, method, depth=depth)
-        for depth in depths
-        for method in ("backprop", "checkpoint", "moonwalk")
+        make(variant, method, depth=depth) for depth in depths for method in ("backprop", "moonwalk")
     ]
-    if request.quick:
-        others: tuple[str, ...] = ()
-    else:
-        others = ("checkpoint-block", "checkpoint-recursive", "accumulate-4", "moonwalk-checkpoint")
-    found += [make(variant, method, depth=deepest) for method in others]
+    found += [make(variant, method, depth=depths[-1]) for method in others]
     if request.residual:
         return found
-    return found + [
-        make(kind, method, depth=deepest)
-        for kind in printed
-        for method in ("moonwalk-as-printed", "moonwalk")
-    ]
+    found += [make(kind, "moonwalk-as-printed", depth=depths[-1]) for kind in printed]
+    return [*found, make(printed[0], "moonwalk", depth=depths[-1])]
 
 
 def summary(records: Sequence[Record]) -> list[Table]:

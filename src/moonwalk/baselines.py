@@ -1,0 +1,111 @@
+"""Methods that need no trunk: reverse mode as it is, and forward mode, exact or projected.
+
+Each returns what the engine returns: (loss and auxiliary outputs, gradients of the leaves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import compat, graph, seeds
+from .engine import Staging
+from .methods import Forward, ProjectedForward
+
+
+def forward(staging: Staging, method: Forward, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """One jvp for every entry of every leaf, leaf by leaf."""
+    leaves, out, loss = _open(staging, flat)
+    parts = [part for leaf in leaves for part in _real_parts(leaf)]
+    gradients = []
+    for i, part in enumerate(parts):
+
+        def tail(moved: Any, i: int = i) -> list[Any]:
+            return [loss(_joined(leaves, [*parts[:i], moved, *parts[i + 1 :]]))]
+
+        (found,) = seeds.by_entries(tail, [part], method.chunk) if part.size else (part,)
+        gradients.append(found.astype(part.dtype))
+    return out, _as_gradients(leaves, gradients)
+
+
+def projected(
+    staging: Staging, method: ProjectedForward, flat: Sequence[Any], direction: Sequence[Any] | None
+) -> tuple[list[Any], list[Any]]:
+    """Directional derivatives times their directions; `direction`: leaves of the predicted gradient."""
+    leaves, out, loss = _open(staging, flat)
+    parts = [part for leaf in leaves for part in _real_parts(leaf)]
+
+    def along(v: Sequence[Any]) -> list[Any]:
+        """⟨∇J, v⟩ v."""
+        v = [a.astype(p.dtype) for a, p in zip(v, parts, strict=True)]
+        _, slope = jax.jvp(lambda *p: loss(_joined(leaves, p)), tuple(parts), tuple(v))
+        return [slope.astype(a.dtype) * a for a in v]
+
+    unit: list[Any] | None = None
+    total = [jnp.zeros_like(p) for p in parts]
+    if direction is not None:
+        # A gradient's imaginary part has the other sign than its derivative's (JAX's convention).
+        given = [
+            part
+            for d, leaf in zip(direction, leaves, strict=True)
+            for part in _real_parts(jnp.conj(d).astype(leaf.dtype))
+        ]
+        size = jnp.sqrt(_dot(given, given))
+        safe = jnp.where(size > 0, size, 1)
+        unit = [a / safe.astype(a.dtype) for a in given]
+        total = along(unit)
+
+    def sample(total: Any, key: Any) -> Any:
+        keys = jax.random.split(key, len(parts))
+        v = [jax.random.normal(k, p.shape, p.dtype) for k, p in zip(keys, parts, strict=True)]
+        if unit is not None:
+            share = _dot(v, unit)
+            v = [a - share.astype(a.dtype) * u for a, u in zip(v, unit, strict=True)]
+        return [t + a / method.samples for t, a in zip(total, along(v), strict=True)], None
+
+    if method.samples and parts:
+        keys = jax.random.split(method.random_key(), method.samples)
+        total, _ = lax.scan(sample, total, keys)
+    return out, _as_gradients(leaves, total)
+
+
+def _open(
+    staging: Staging, flat: Sequence[Any]
+) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]], Any]]:
+    """(leaves, results, the loss as a function of the leaves, which neither prints nor calls back)."""
+    jaxpr, count = staging.jaxpr, len(staging.order)
+    silent = compat.silenced(jaxpr.eqns)
+
+    def run(leaves: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*leaves, *flat[count:]), strict=True))
+        graph.run(eqns, env)
+        return [graph.read(env, v) for v in jaxpr.outvars]
+
+    leaves = list(flat[:count])
+    return leaves, run(leaves, jaxpr.eqns), lambda leaves: run(leaves, silent)[0]
+
+
+def _real_parts(leaf: Any) -> list[Any]:
+    return [jnp.real(leaf), jnp.imag(leaf)] if jnp.iscomplexobj(leaf) else [leaf]
+
+
+def _joined(leaves: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+    """Leaves from their real parts."""
+    values = iter(parts)
+    is_complex = [jnp.iscomplexobj(a) for a in leaves]
+    return [lax.complex(next(values), next(values)) if c else next(values) for c in is_complex]
+
+
+def _as_gradients(leaves: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+    """JAX's convention: of a complex leaf a + ib it is ∂J/∂a − i ∂J/∂b."""
+    return [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in _joined(leaves, parts)]
+
+
+def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    """In float32 at least."""
+    wide = [[u.astype(compat.working_dtype(u.dtype)) for u in parts] for parts in (a, b)]
+    return sum((jnp.vdot(u, v) for u, v in zip(*wide, strict=True)), jnp.zeros(()))

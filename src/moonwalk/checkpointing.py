@@ -1,0 +1,176 @@
+"""Checkpointed backpropagation: the trunk in segments that are run again, as many as one asks for.
+
+A layer is a heavy node (a product, a convolution) and the light ones up to the next, or one turn of a
+scan. Segments are cut in front of layers, where the state alone is alive in most networks; a scan is a
+segment of its own, a scan of checkpointed scans. "recursive" cuts the layers into halves, those into
+halves, and so on: a forward pass more for every level, and no level keeps more than two states.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from . import compat, engine
+from .engine import Engine, Staging
+from .methods import Checkpoint
+from .planning import Choice, NodeCost
+from .plans import Plan
+from .registry import Gain
+from .residuals import nbytes
+from .segments import Nested, Plain
+from .trunk import Node, Trunk
+
+Segment = Plain | Nested
+
+
+def plan(
+    staging: Staging,
+    method: Checkpoint,
+    *,
+    certify: bool,
+    signature: tuple[tuple[str, str], ...] = (),
+    gains: Iterable[tuple[Any, Gain]] = (),
+    values: dict[Any, Any] | None = None,
+    fused: bool = False,
+) -> tuple[Engine, Plan]:
+    """As `engine.plan`; nothing is walked, so there is nothing to measure or to certify."""
+    del certify, values
+    made = engine.draft(staging, method, certify=False, gains=gains, fused=fused)
+    choice = made.plain
+    if method.segments is not None:
+        choice = in_segments(made.cut, made.costs, method.segments)
+    described = made.describe(choice, method, signature)
+    described = replace(described, segments=_count(choice))
+    return Engine(staging, made.cut, choice.segments), described
+
+
+class Unit(NamedTuple):
+    """Consecutive nodes that no cut divides: a layer, or a scan over some."""
+
+    start: int
+    stop: int
+    layers: int
+
+
+def in_segments(cut: Trunk, costs: Sequence[NodeCost], asked: int | str) -> Choice:
+    """Segments of equally many layers, or halves of halves."""
+    units = _units(cut)
+    depth = sum(u.layers for u in units)
+    if asked == "recursive":
+        segments = _halves(cut, units) if units else []
+    else:
+        count = {"sqrt": round(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
+        if count > depth:
+            raise ValueError(
+                f"Checkpoint(segments={asked}): the network has {depth} layers, too few for {count} "
+                "segments; ask for fewer, or for segments=None"
+            )
+        segments = _evenly(cut, units, -(-depth // max(1, count)))
+    inside = [_scan_bytes(s, costs) for s in segments]
+    transient = max((s.transient_bytes + b for s, b in zip(segments, inside, strict=True)), default=0)
+    return Choice(list(segments), sum(s.kept_bytes for s in segments), transient)
+
+
+def _units(cut: Trunk) -> list[Unit]:
+    """The nodes, cut in front of every layer; what precedes the first belongs to it."""
+    starts = [i for i, node in enumerate(cut.nodes) if node.is_heavy]
+    after = [i + 1 for i in starts if _is_loop(cut.nodes[i]) and i + 1 < len(cut.nodes)]
+    starts = sorted({*starts, *after})
+    if starts and not _is_loop(cut.nodes[starts[0]]):
+        starts[0] = 0
+    bounds = sorted({0, *starts, len(cut.nodes)})
+    return [
+        Unit(i, j, sum(_layers(cut.nodes[k]) for k in range(i, j)))
+        for i, j in itertools.pairwise(bounds)
+    ]
+
+
+def _is_loop(node: Node) -> bool:
+    return node.is_scan and not node.effects and not node.calls_once
+
+
+def _layers(node: Node) -> int:
+    return node.block.eqns[0].params["length"] if _is_loop(node) else int(node.is_heavy)
+
+
+def _evenly(cut: Trunk, units: Sequence[Unit], every: int) -> list[Segment]:
+    """Segments of so many layers; what stands alone between scans is a segment as it is."""
+    result: list[Segment] = []
+    open_: list[Unit] = []
+
+    def close() -> None:
+        if open_:
+            result.append(Plain(cut, open_[0].start, open_[-1].stop))
+            open_.clear()
+
+    for unit in units:
+        node = cut.nodes[unit.start]
+        if _is_loop(node):
+            close()
+            # A scan that keeps its periods' starts is a stored one; one that is a single segment is not.
+            periods = (every,) if every < unit.layers else ()
+            keeps = {unit.start: periods} if periods else None
+            result.append(Plain(cut, unit.start, unit.stop, keeps, recomputed=not periods))
+            continue
+        if sum(u.layers for u in open_) + unit.layers > every:
+            close()
+        open_.append(unit)
+    close()
+    return result
+
+
+def _halves(cut: Trunk, units: Sequence[Unit]) -> list[Segment]:
+    """Two segments, each halved in turn until single layers are left."""
+    if len(units) == 1:
+        (unit,) = units
+        if not _is_loop(cut.nodes[unit.start]):
+            return [Plain(cut, unit.start, unit.stop)]
+        # Two halves each, and a layer where that leaves one over: code grows with the levels alone.
+        periods = tuple(unit.layers >> k for k in range(1, unit.layers.bit_length()))
+        return [Plain(cut, unit.start, unit.stop, {unit.start: periods}, recomputed=False)]
+    middle = _middle([u.layers for u in units])
+    result: list[Segment] = []
+    for half in (units[:middle], units[middle:]):
+        parts = _halves(cut, half)
+        once = any(n.calls_once for n in cut.nodes[half[0].start : half[-1].stop])
+        result += parts if once or len(parts) == 1 else [Nested(parts)]
+    return result
+
+
+def _middle(layers: Sequence[int]) -> int:
+    """Where to cut, between the first and the last, so that both sides have about as many layers."""
+    before = list(itertools.accumulate(layers))[:-1]
+    return 1 + min(range(len(before)), key=lambda i: abs(2 * before[i] - sum(layers)))
+
+
+def _scan_bytes(segment: Segment, costs: Sequence[NodeCost]) -> int:
+    """What a scan of checkpointed scans takes besides the states that it keeps outermost."""
+    result = 0
+    for leaf in segment.leaves if isinstance(segment, Nested) else [segment]:
+        for place, periods in leaf.periods.items():
+            (eqn,) = leaf.trunk.nodes[place].block.eqns
+            first, carries = compat.scan_counts(eqn)[:2]
+            state = nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
+            inner = sum(-(-a // b) for a, b in itertools.pairwise(periods))
+            layer = costs[place].backprop // max(1, eqn.params["length"])
+            result = max(result, inner * state + periods[-1] * layer)
+    return result
+
+
+def _count(choice: Choice) -> int:
+    """Segments that are run again, the innermost of nested ones."""
+    result = 0
+    for segment in choice.segments:
+        leaves = segment.leaves if isinstance(segment, Nested) else [segment]
+        for leaf in leaves:
+            assert isinstance(leaf, Plain)
+            loops = [
+                -(-leaf.trunk.nodes[i].block.eqns[0].params["length"] // periods[-1])
+                for i, periods in leaf.periods.items()
+            ]
+            result += sum(loops) or int(leaf.recomputed or isinstance(segment, Nested))
+    return result

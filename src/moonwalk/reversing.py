@@ -1,0 +1,85 @@
+"""Reversible backpropagation: [stem,] layers that are inverted [, head].
+
+As reversible networks are trained (Gomez et al. 2017): up to the second layer, what has no inverse (an
+embedding, a change of width, its activation) is stored with all before it, and so is what has none from
+the last layer but one on (a classifier, the loss). Everything between must have an inverse, and is
+refused otherwise: that is the price which the paper's Table 1 marks, and which walks do not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from . import compat, engine
+from .engine import Engine, Staging
+from .errors import NotInvertibleError
+from .inversion import Inverted, inverted_or_why
+from .methods import Reversible
+from .planning import Choice
+from .plans import Plan
+from .registry import Gain, Verdict
+from .segments import Plain
+from .trunk import Node, Trunk
+
+
+def plan(
+    staging: Staging,
+    method: Reversible,
+    *,
+    certify: bool,
+    signature: tuple[tuple[str, str], ...] = (),
+    gains: Iterable[tuple[Any, Gain]] = (),
+    values: dict[Any, Any] | None = None,
+    fused: bool = False,
+) -> tuple[Engine, Plan]:
+    """As `engine.plan`. The state that inverses arrive at is always compared with the true one."""
+    del values
+    made = engine.draft(staging, method, certify=certify, gains=gains, fused=fused)
+    cut = made.cut
+    start, stop = bounds(cut)
+    segments: list[Any] = [Plain(cut, 0, start, recomputed=False)] if start else []
+    if start < stop:
+        certified = certify or method.on_inexact != "ignore"
+        segments.append(Inverted(cut, start, stop, certify=certified, derived=True))
+    if stop < len(cut.nodes):
+        segments.append(Plain(cut, stop, len(cut.nodes), recomputed=False))
+    transient = max((s.transient_bytes for s in segments), default=0)
+    choice = Choice(segments, sum(s.kept_bytes for s in segments), transient)
+    return Engine(staging, cut, segments), made.describe(choice, method, signature)
+
+
+def bounds(cut: Trunk) -> tuple[int, int]:
+    """The nodes to invert, or NotInvertibleError naming what forbids it."""
+    nodes = cut.nodes
+    found = [inverted_or_why(n, cut, derived=True) for n in nodes]
+    bad = [i for i, f in enumerate(found) if isinstance(f, Verdict)]
+    weighted = [i for i, n in enumerate(nodes) if n.weights]
+    if not weighted:
+        return len(nodes), len(nodes)
+    # The first layer may be the stem's, the last one the head's; a scan is more layers than one.
+    stem = _one_layer(nodes, weighted)
+    head = len(nodes) - _one_layer(nodes[::-1], [len(nodes) - 1 - i for i in reversed(weighted)])
+    start = max((i + 1 for i in bad if i < stem), default=0)
+    stop = min((i for i in bad if i >= max(head, start)), default=len(nodes))
+    inside = [i for i in bad if start <= i < stop]
+    if inside or start >= stop:
+        _refuse(nodes, found, inside[0] if inside else bad[0])
+    return start, stop
+
+
+def _one_layer(nodes: Sequence[Node], weighted: Sequence[int]) -> int:
+    """How many nodes there are before the second layer."""
+    first, *others = weighted
+    return first if nodes[first].is_scan else others[0] if others else first + 1
+
+
+def _refuse(nodes: Sequence[Node], found: Sequence[Any], i: int) -> None:
+    node = nodes[i]
+    line = compat.source_line(node.block.eqns[-1]) if node.block.eqns else ""
+    where = f" at {line}" if line else ""
+    raise NotInvertibleError(
+        f"Reversible: {node.describe()}{where} cannot be inverted: {found[i].reason}. Use "
+        "moonwalk.Moonwalk(), which needs no inverse; build the network from moonwalk.nn.Coupling; or "
+        "give the function an inverse with moonwalk.custom_vijp.definverse"
+    )
