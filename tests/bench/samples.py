@@ -126,22 +126,54 @@ def fig3():
     return result("fig3", records)
 
 
+def fig4():
+    records = []
+    for pivot, best in (("free", 0.92), ("lower", 0.91), ("diagonal", 0.915)):
+        for seed in (0, 1, 2):
+            curve = [[e, best - 0.3 / e + 0.002 * seed] for e in range(1, 9)]
+            extra = {
+                "data": "Sample-MNIST",
+                "axis": "epoch",
+                "curve": curve,
+                "test_accuracy": curve[-1][1],
+            }
+            records.append(
+                record(
+                    "fig4",
+                    "backprop",
+                    10,
+                    error=None,
+                    network="residual_cnn",
+                    variant=pivot,
+                    extra=extra,
+                    seed=seed,
+                )
+            )
+    return result("fig4", records)
+
+
+def _searched(name, over, sizes, most):
+    """A search, and what it found, run."""
+    records = []
+    for method, size in sizes.items():
+        kinds = {"network": "isometric", "limit_bytes": 24 * 10**9}
+        asked = {"over": over, "step": 4, "most": most}
+        at = {"depth": size} if over == "depth" else {"depth": 32, "batch": size}
+        extra = {"largest": size, "most": most}
+        records.append(
+            record(name, method, **at | {over: 0}, error=None, extra=extra, search=asked, **kinds)
+        )
+        records.append(record(name, method, **at, **kinds))
+    return result(name, records)
+
+
 def depth():
-    sizes = {
-        "backprop": 40,
-        "checkpoint-block": 80,
-        "checkpoint-sqrt": 600,
-        "moonwalk": 1100,
-        "moonwalk-checkpoint": 4000,
-    }
-    return result("depth", [record("depth", m, d, network="isometric") for m, d in sizes.items()])
+    sizes = {"backprop": 40, "checkpoint-block": 80, "checkpoint-sqrt": 600, "moonwalk": 1100}
+    return _searched("depth", "depth", sizes | {"moonwalk-checkpoint": 4096}, 4096)
 
 
 def batch():
-    sizes = {"backprop": 64, "checkpoint": 300, "moonwalk": 1000}
-    return result(
-        "batch", [record("batch", m, 32, batch=b, network="isometric") for m, b in sizes.items()]
-    )
+    return _searched("batch", "batch", {"backprop": 64, "checkpoint": 300, "moonwalk": 1000}, 4096)
 
 
 def pareto():
@@ -211,4 +243,4 @@ def table1():
 
 
 def results():
-    return [table1(), fig2(), fig3(), depth(), batch(), vijp(), pareto()]
+    return [table1(), fig2(), fig3(), fig4(), depth(), batch(), vijp(), pareto()]

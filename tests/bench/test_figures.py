@@ -10,7 +10,7 @@ from moonwalk.bench import charts, figures, judgement
 
 @pytest.mark.parametrize("result", samples.results(), ids=lambda r: r["experiment"])
 def test_a_png_and_an_svg(tmp_path, result):
-    png, svg = figures.draw(result, tmp_path)
+    png, svg = figures.draw(result["experiment"], result, tmp_path)
     assert png.name == f"{result['experiment']}.png" and png.read_bytes()[:4] == b"\x89PNG"
     drawn = "".join(ET.parse(svg).getroot().itertext())
     for panel in charts.chart(result).panels:
@@ -19,12 +19,12 @@ def test_a_png_and_an_svg(tmp_path, result):
 
 
 def test_nothing_to_draw(tmp_path):
-    assert figures.draw(samples.result("fig2", []), tmp_path) == []
+    assert figures.draw("fig2", samples.result("fig2", []), tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_picture_is_the_same_file(tmp_path):
-    first, second = (figures.draw(samples.depth(), tmp_path / n)[1].read_bytes() for n in "ab")
+    first, second = (figures.draw("depth", samples.depth(), tmp_path / n)[1].read_bytes() for n in "ab")
     assert first == second
 
 
@@ -68,7 +68,20 @@ def test_the_largest_that_fits():
     result["records"].append(samples.record("depth", "backprop", 90, status="oom", network="isometric"))
     result["records"].append(samples.record("depth", "backprop", 20, network="isometric"))
     (panel,) = charts.chart(result).rows[0].panels
-    assert {s.name: s.points[0].y for s in panel.series}["backprop"] == 40
+    bars = {s.name: s for s in panel.series}
+    assert bars["backprop"].points[0].y == 40 and charts.bar_label(bars["backprop"]) == "40"
+    assert charts.bar_label(bars["moonwalk"]) == "1,100"
+    assert charts.bar_label(bars["moonwalk-checkpoint"]) == "4,096 or more"  # the search ended there
+    assert panel.title == "largest depth within 22.4 GiB"
+
+
+def test_accuracy_is_the_mean_of_seeds():
+    (row,) = charts.chart(samples.fig4()).rows
+    assert row.title == "residual_cnn on Sample-MNIST"
+    free = row.panels[0].series[0]
+    assert free.name == "free pivot" and len(free.points) == 8
+    last = free.points[-1]
+    assert (last.low, last.y, last.high) == pytest.approx((88.25, 88.45, 88.65))
 
 
 def test_methods_look_alike_in_families_and_differ_within():

@@ -32,14 +32,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    return report.write(path, samples.results(), TABLES)
-
-
-@pytest.fixture(scope="module")
-def text(page):
-    return page.read_text(encoding="utf-8")
+def text():
+    return report.render(samples.results(), TABLES)
 
 
 def own(text):
@@ -90,6 +84,20 @@ def test_right_gradients_are_not_warned_of():
     assert "a wrong gradient" not in text
 
 
+def test_from_files(tmp_path):
+    """With the tables that the experiments themselves make."""
+    files = []
+    for result in (samples.fig2(), samples.depth()):
+        files.append(tmp_path / f"{result['experiment']}.json")
+        files[-1].write_text(json.dumps(result))
+    path = report.write(files, tmp_path)
+    assert path == tmp_path / "report.html"
+    text = own(path.read_text(encoding="utf-8"))
+    assert "<h3>pyramid, as printed, slope 0.01</h3>" in text
+    assert '<td class="bad">WRONG</td>' in text and '<td class="good">exact</td>' in text
+    assert "the largest depth within 22.4 GiB" in text
+
+
 def test_out_of_memory_is_said(text):
     assert "out of memory: it did not fit" in text
 
@@ -124,11 +132,17 @@ def browser():
 
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium: name one in CHROMIUM")
-def test_in_a_browser(page, tmp_path):
+def test_in_a_browser(text, tmp_path):
     """All plots are there, drawn, nothing was complained of, nothing was asked of a network."""
+    page = tmp_path / "report.html"
+    page.write_text(text, encoding="utf-8")
     command = [
         *(browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--window-size=1300,1000"),
+        *(
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=20000",
+            "--window-size=1300,1000",
+        ),
         *("--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND"),
         *("--dump-dom", page.as_uri()),
     ]

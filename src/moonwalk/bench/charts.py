@@ -10,20 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import fits, judgement
+from ..plans import human
+from . import experiments, fits, judgement
 
 Record = Mapping[str, Any]
 
-TITLES = {
-    "table1": "Table 1: growth of memory and time",
-    "fig2": "Fig. 2: a 2D pyramid, memory and time against depth",
-    "fig3": "Fig. 3: a 1D network of stride one, memory and time against depth",
-    "fig4": "Fig. 4: what the constraint costs in accuracy",
-    "depth": "The deepest network that fits",
-    "batch": "The largest batch that fits",
-    "vijp": "Time of a vijp beside its vjp",
-    "pareto": "Memory against time, every method on one network",
-}
 ENDS = {"oom": "out of memory", "timeout": "took too long", "refused": "refused", "error": "failed"}
 
 
@@ -124,12 +115,18 @@ class Chart:
         return [panel for row in self.rows for panel in row.panels]
 
 
+def bar_label(series: Series) -> str:
+    """What stands behind a bar."""
+    y = series.points[0].y
+    return series.note or (f"{y:.3g}" if y < 1000 else f"{y:,.0f}")
+
+
 def chart(result: Mapping[str, Any]) -> Chart | None:
     """The chart of one experiment's file; None if there is nothing to draw."""
     name, records = result["experiment"], result["records"]
     make = _MAKERS.get(name)
     rows = [] if make is None else [row for row in make(records) if row.panels]
-    return Chart(name, TITLES[name], tuple(rows)) if rows else None
+    return Chart(name, experiments.load(name).TITLE, tuple(rows)) if rows else None
 
 
 # --- fig2, fig3: against depth ------------------------------------------------------------------------
@@ -294,18 +291,57 @@ def _largest(axis: str) -> Callable[[Sequence[Record]], list[Row]]:
         for title, group in _grouped(records).items():
             series = []
             for method, own in _by_method(group).items():
-                fits_in = [r for r in own if r["status"] == "ok"]
-                if not fits_in:
+                ran = [r for r in own if r["status"] == "ok" and "search" not in r["task"]["settings"]]
+                if not ran:
                     continue
-                best = max(fits_in, key=lambda r: r["task"][axis])
+                best = max(ran, key=lambda r: r["task"][axis])
                 size = best["task"][axis]
+                # A search that went as far as it was told to has not found the limit.
+                open_ended = any(r["extra"].get("most") == size for r in own)
+                note = f"{size:,} or more" if open_ended else ""
                 bar = _point(best, method, size, "size", 1.0, records)
-                series.append(Series(method, style_of(method), (bar,)))
-            label = f"largest {'depth' if axis == 'depth' else 'batch'}"
-            panel = Panel(label, _AXES[axis], "", tuple(series), "bars")
+                series.append(Series(method, style_of(method), (bar,), note=note))
+            limits = {r["task"]["settings"].get("limit_bytes") for r in group} - {None}
+            within = f" within {human(max(limits))}" if limits else ""
+            panel = Panel(f"largest {axis}{within}", _AXES[axis], "", tuple(series), "bars")
             found.append(Row(title, (panel,) if series else ()))
         return found
 
+    return rows
+
+
+# --- fig4: accuracy -----------------------------------------------------------------------------------
+
+_PIVOTS = {
+    "free": Style(_GREY),
+    "lower": Style(_GREEN, "dash", "square"),
+    "diagonal": Style(_RED, "dot", "diamond"),
+}
+
+
+def _accuracy(records: Sequence[Record]) -> list[Row]:
+    """The mean of the seeds, with the lowest and the highest around it."""
+    groups: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for record in records:
+        if record["status"] == "ok":
+            task, extra = record["task"], record["extra"]
+            group = groups.setdefault((f"{task['network']} on {extra['data']}", extra["axis"]), {})
+            group.setdefault(task["variant"], []).append(record)
+    rows = []
+    for (title, axis), pivots in groups.items():
+        series = []
+        for pivot, own in pivots.items():
+            curves = [dict(map(tuple, r["extra"]["curve"])) for r in own]
+            points = []
+            for x in sorted(set.intersection(*map(set, curves))):
+                ys = [100 * c[x] for c in curves]
+                mean = sum(ys) / len(ys)
+                text = f"{pivot} pivot, {axis} {x}<br>{mean:.2f} %, {len(ys)} seeds"
+                points.append(Point(x, mean, text, min(ys), max(ys)))
+            look = _PIVOTS.get(pivot, Style(_BLUE))
+            series.append(Series(f"{pivot} pivot", look, tuple(points), note=f"{points[-1].y:.1f}"))
+        panel = Panel("test accuracy", axis, "%", tuple(series))
+        rows.append(Row(title, (panel,)))
     return rows
 
 
@@ -449,6 +485,7 @@ _MAKERS: dict[str, Callable[[Sequence[Record]], list[Row]]] = {
     "table1": _growth,
     "fig2": _against_depth,
     "fig3": _against_depth,
+    "fig4": _accuracy,
     "depth": _largest("depth"),
     "batch": _largest("batch"),
     "pareto": _pareto,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .charts import ENDS, WRONG, Chart, Panel, Series, chart
+from .charts import ENDS, WRONG, Chart, Panel, Series, bar_label, chart
 
 _DASHES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1.2, 1.6)), "dashdot": (0, (5, 1.6, 1.2, 1.6))}
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "P", "star": "*"}
@@ -34,8 +34,8 @@ _LOOK = {
 }
 
 
-def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
-    """Writes the figure of one experiment's results to `folder`, as PNG and as SVG.
+def draw(name: str, result: Mapping[str, Any], folder: str | Path) -> list[Path]:
+    """Writes `folder/<name>.png` and `.svg`, the figure of one experiment's file of records.
 
     **Returns:** the files; none where there is nothing to draw.
     """
@@ -45,7 +45,7 @@ def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
     plt = _pyplot()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{found.experiment}.{kind}" for kind in ("png", "svg")]
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     with plt.rc_context(_LOOK):
         figure = _figure(plt, found, caption(result["header"]))
         for path in paths:
@@ -156,7 +156,7 @@ def _lines(axis: Any, panel: Panel) -> None:
     if len(ticks) <= 7:
         axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axis.minorticks_off()
-    if not panel.log_y:
+    if not panel.log_y and panel.y != "%":
         axis.set_ylim(bottom=0)
 
 
@@ -212,9 +212,9 @@ def _bars(axis: Any, panel: Panel) -> None:
             lw=1,
             zorder=4,
         )
-    for place, point in zip(places, points, strict=True):
+    for place, series, point in zip(places, panel.series, points, strict=True):
+        label = bar_label(series)
         end = max(point.y, point.high or 0, start)
-        label = f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}"
         text = f"{label}   wrong" if point.wrong else label
         axis.annotate(
             text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .charts import ENDS, WRONG, Panel, Series
+from .charts import ENDS, WRONG, Panel, Series, bar_label
 
 _DASHES = {"solid": "solid", "dash": "dash", "dot": "dot", "dashdot": "dashdot"}
 _MARKERS = {
@@ -38,7 +38,7 @@ def plot(panel: Panel) -> dict[str, Any]:
         "annotations": notes,
         "showlegend": panel.kind == "lines",
     }
-    if panel.kind == "lines" and not panel.log_y:
+    if panel.kind == "lines" and not panel.log_y and panel.y != "%":
         layout["yaxis"]["rangemode"] = "tozero"
     if panel.kind == "bars":
         layout["yaxis"] = {"autorange": "reversed", "automargin": True, "ticks": ""}
@@ -166,7 +166,7 @@ def _bars(panel: Panel) -> _Drawn:
     traces = []
     for series in panel.series:
         point = series.points[0]
-        label = f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}"
+        label = bar_label(series)
         bar = {
             "type": "bar",
             "orientation": "h",

@@ -8,41 +8,42 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .charts import ENDS, TITLES, chart
+from . import experiments, text
+from .charts import ENDS, chart
 from .judgement import TOLERANCE, verdict
 from .plots import plot
+from .store import load, replace
 from .tasks import Table
 
 _SIZES = ("network", "variant", "method", "depth", "width", "batch")
 _FACTS = ("device", "jax", "jaxlib", "moonwalk", "commit", "python", "date")
 
 
-def write(
-    path: str | Path, results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Table]]
-) -> Path:
-    """Writes the report.
-
-    **Arguments:**
-
-    - `path`: of the HTML file.
-    - `results`: what the store holds, one mapping per experiment.
-    - `tables`: what `summary` of each experiment made of its records, by its name.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(results, tables), encoding="utf-8")
+def write(files: Sequence[Path], folder: Path) -> Path:
+    """Writes `folder/report.html` from files of records, in the order in which they are given."""
+    results = [load(path) for path in files]
+    tables = {
+        str(r["experiment"]): experiments.load(r["experiment"]).summary(r["records"]) for r in results
+    }
+    path = folder / "report.html"
+    replace(path, render(results, tables))
     return path
 
 
 def render(results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Table]]) -> str:
-    """The report as text."""
+    """The report as text.
+
+    **Arguments:**
+
+    - `results`: what files of records hold, one per experiment.
+    - `tables`: what `summary` of each experiment made of its records, by its name.
+    """
     plots: list[dict[str, Any]] = []
     sections = [_section(result, tables.get(result["experiment"], ()), plots) for result in results]
     parts = {
@@ -117,22 +118,22 @@ def _section(result: Mapping[str, Any], tables: Sequence[Table], plots: list[dic
     found = chart(result)
     own = [f"{n} {header[n]}" for n in ("device", "jax", "commit") if header.get(n)]
     quick = '<span class="badge">quick sizes</span>' if header.get("quick") else ""
-    text = [
-        f'<section id="{name}"><h2>{html.escape(TITLES.get(name, name))} {quick}</h2>',
+    parts = [
+        f'<section id="{name}"><h2>{html.escape(experiments.load(name).TITLE)} {quick}</h2>',
         f'<p class="own">{html.escape(" · ".join(own))} · <code>moonwalk bench {name}</code></p>',
     ]
     for row in found.rows if found else ():
         if row.title:
-            text.append(f"<h3>{html.escape(row.title)}</h3>")
-        text.append('<div class="row">' if len(row.panels) % 2 else '<div class="row even">')
+            parts.append(f"<h3>{html.escape(row.title)}</h3>")
+        parts.append('<div class="row">' if len(row.panels) % 2 else '<div class="row even">')
         for panel in row.panels:
             plots.append({"id": f"plot-{len(plots)}", **plot(panel)})
             height = 140 + 26 * len(panel.series) if panel.kind == "bars" else 360
-            text.append(f'<div class="plot" id="{plots[-1]["id"]}" style="height:{height}px"></div>')
-        text.append("</div>")
-    text += [table(t) for t in tables]
-    text.append(_records(result))
-    return "".join([*text, "</section>"])
+            parts.append(f'<div class="plot" id="{plots[-1]["id"]}" style="height:{height}px"></div>')
+        parts.append("</div>")
+    parts += [table(t) for t in tables]
+    parts.append(_records(result))
+    return "".join([*parts, "</section>"])
 
 
 def table(given: Table) -> str:
@@ -143,7 +144,7 @@ def table(given: Table) -> str:
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    body = [[_cell(c) for c in row] for row in rows]
+    body = [[_cell(*pair) for pair in zip(columns, row, strict=True)] for row in rows]
     right = [
         all(row[i].startswith(('<td class="number', '<td class="none')) for row in body)
         for i in range(len(columns))
@@ -172,46 +173,32 @@ _TONES = {
 }
 
 
-def _cell(content: Any) -> str:
+def _cell(column: str, content: Any) -> str:
     if content is None:
         return '<td class="none">–</td>'
-    if isinstance(content, bool):
-        content = "yes" if content else "no"
-    if isinstance(content, int | float):
-        return f'<td class="number">{_number(content)}</td>'
-    text = html.escape(str(content))
-    tone = next((t for word, t in _TONES.items() if str(content).lower().startswith(word)), "")
-    if "wrong" in str(content).lower():
-        tone = "bad"
-    numeric = not tone and str(content)[:1].isdigit()
-    return f'<td class="{tone or ("number" if numeric else "")}">{text}</td>'
-
-
-def _number(value: float) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.1e}"
+    if isinstance(content, int | float) and not isinstance(content, bool):
+        return f'<td class="number">{html.escape(text.cell(column, content))}</td>'
+    said = str(content)
+    tone = next((t for word, t in _TONES.items() if said.lower().startswith(word)), "")
+    numeric = not tone and said[:1].isdigit()
+    return f'<td class="{tone or ("number" if numeric else "")}">{html.escape(said)}</td>'
 
 
 def _records(result: Mapping[str, Any]) -> str:
     """Every measurement, folded away."""
     records = result["records"]
-    columns = [*_SIZES, "temporaries MiB", "process peak MiB", "ms", "error", "verdict"]
+    columns = [*_SIZES, "temporaries, bytes", "peak, bytes", "seconds", "gradient error", "verdict"]
     rows = []
     for record in records:
         task, seconds = record["task"], record.get("seconds")
         found = verdict(record, records)
-        mib = [
-            None if record.get(n) is None else record[n] / 2**20 for n in ("temp_bytes", "peak_bytes")
-        ]
         label = ENDS.get(found, found)
         rows.append(
             [
                 *(task.get(c) for c in _SIZES),
-                *mib,
-                None if seconds is None else 1e3 * seconds["median"],
+                record.get("temp_bytes"),
+                record.get("peak_bytes"),
+                seconds and seconds["median"],
                 record.get("gradient_error"),
                 label if not record.get("message") else f"{label}: {record['message'].splitlines()[0]}",
             ]
