@@ -210,16 +210,16 @@ def test_imports_point_one_way():
         "errors compat linearity staging declare partition facts graph registry fragments checks chain rules "
         "custom api trunk residuals sides twins certificate ledger walks bodies scans scan_walks segments methods "
         "sources inversion planning plans phases engine checkpointing reversing seeds baselines forward gradient optimizers updates fused "
-        "testing nn models data training cli __init__"
+        "testing nn models data training bench cli __init__"
     ).split()
     root = pathlib.Path(mw.__file__).parent
     for path in root.rglob("*.py"):
-        inside = path.parent != root
-        rank = order.index(path.parent.name if inside else path.stem)
+        inside = path.relative_to(root).parts[:-1]
+        rank = order.index(inside[0] if inside else path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
-            local = inside and node.level == 1
+            local = node.level <= len(inside)
             names = [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
             for name in () if local else names:
                 assert order.index(name) < rank or name == "rules", f"{path.name} imports {name}"

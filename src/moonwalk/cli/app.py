@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from .. import models
+from ..bench import Request, command, experiments
 from ..errors import MoonwalkError
 from ..training import METHODS, OPTIMIZERS, SCHEDULES, nearest
+from . import bench as bench_run
 from . import train as training_run
 
 app = typer.Typer(
@@ -168,4 +170,101 @@ def train(
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.echo(f"moonwalk train: stopped; --resume goes on from {out}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _experiments(given: list[str]) -> list[str]:
+    return [_one_of("experiment", experiments.NAMES)(name) for name in given]
+
+
+def _size(given: str | None) -> int | None:
+    try:
+        return None if given is None else command.size(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            callback=lambda given: _experiments(given or []),
+            help=f"{', '.join(experiments.NAMES)}.",
+            show_default=False,
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The smallest sizes that still show something.")
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            callback=_one_of("device", command.DEVICES),
+            help="cpu, gpu (with the paper's sizes), or auto: a GPU where there is one.",
+        ),
+    ] = "auto",
+    out: Annotated[
+        Path, typer.Option(help="The folder for what it leaves; begun there before, it goes on.")
+    ] = command.Options.out,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of depth and batch: memory, such as 24GB or 512MiB."),
+    ] = None,
+    residual: Annotated[bool, typer.Option("--residual", help="fig2 with skips.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Images for fig4: a folder of Fashion-MNIST, or a .npz file of moonwalk.data."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORD", help="Only what has this word in its line of --dry-run; repeatable."
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds for one measurement.")
+    ] = command.Options.timeout,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure once more what failed.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what --out has.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Figures and report of what --out has.")
+    ] = False,
+    commit: Annotated[str, typer.Option(help="For the files, where git is not at hand.")] = "",
+) -> None:
+    """Measure every method side by side: the paper's table and figures, on this device."""
+    request = Request(
+        quick=quick,
+        residual=residual,
+        limit_bytes=_size(limit),
+        seed=seed,
+        data=None if data is None else str(data),
+        only=tuple(only or ()),
+    )
+    try:
+        options = command.Options(
+            names or (),
+            everything=everything,
+            device=device,
+            out=out,
+            request=request,
+            timeout=timeout,
+            retry=retry,
+            fresh=fresh,
+            dry_run=dry_run,
+            report_only=report_only,
+            commit=commit,
+        )
+        bench_run.run(options)
+    except (MoonwalkError, ValueError, RuntimeError, ImportError, OSError) as error:
+        typer.echo(f"moonwalk bench: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        typer.echo(f"moonwalk bench: stopped; the same command goes on from {out}", err=True)
         raise typer.Exit(130) from None

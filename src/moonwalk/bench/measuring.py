@@ -1,0 +1,247 @@
+"""One measurement: compile, read the memory, run, compare the gradient with a reference.
+
+Memory is read from the compiled program (`memory_analysis()`) before anything runs; times are those of
+several runs after a first one, which also gives the gradient. On a GPU the process's peak is read too,
+as the paper does it, before the reference is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import gradient
+from ..errors import MoonwalkError, PlanWarning
+from . import methods, networks
+from .tasks import Task
+
+REFERENCES = {
+    "float64": "backprop, float64",
+    "highest": "backprop, float32 (highest)",
+    "same": "checkpointed backprop, same precision",
+}
+_PATIENCE = 20.0  # seconds after which no further run is begun
+_CACHED = 2**28  # bytes of a gradient that is worth keeping
+
+
+def options() -> dict[str, str | bool]:
+    """Compiler options with which XLA keeps what a program says.
+
+    In JAX 0.10, XLA's compiler for CPUs deletes optimisation barriers, merges the second forward pass of
+    `jax.checkpoint` or Moonwalk with the first, and keeps everything. Without this pass it does what
+    other backends, and later versions, do.
+    """
+    old = jax.__version__.startswith("0.10.")
+    on_cpu = jax.default_backend() == "cpu"
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if old and on_cpu else {}
+
+
+def compiled(fun: Any, *args: Any) -> Any:
+    """`fun`, compiled for arguments, or types, like these."""
+    lowered = jax.jit(fun).lower(*args)
+    return lowered.compile(compiler_options=options()) if options() else lowered.compile()
+
+
+def memory(program: Any) -> dict[str, int]:
+    found = program.memory_analysis()
+    return {
+        "temp_bytes": found.temp_size_in_bytes,
+        "argument_bytes": found.argument_size_in_bytes,
+        "output_bytes": found.output_size_in_bytes,
+    }
+
+
+def held(found: dict[str, Any]) -> int:
+    """Bytes that a program needs in all: what it is given, what it returns, and its temporaries."""
+    return found["temp_bytes"] + found["argument_bytes"] + found["output_bytes"]
+
+
+def timed(program: Any, args: Any, repeats: int) -> tuple[Any, dict[str, Any]]:
+    """(what the first run returned, on the host; times of those after it)."""
+    first = jax.device_get(jax.block_until_ready(program(*args)))
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < repeats and (not times or time.perf_counter() - begun < _PATIENCE):
+        start = time.perf_counter()
+        out = jax.block_until_ready(program(*args))
+        times.append(time.perf_counter() - start)
+        del out  # before the next one is made
+    low, high = min(times), max(times)
+    return first, {"median": statistics.median(times), "low": low, "high": high, "runs": len(times)}
+
+
+def peak() -> int | None:
+    """The most bytes that this process has had in use on the device, where it counts them."""
+    found = jax.devices()[0].memory_stats()
+    return found.get("peak_bytes_in_use") if found else None
+
+
+def precisely(precision: str) -> Any:
+    """A context in which products have that precision."""
+    if precision == "default":
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision(precision)
+
+
+def error(found: Any, truth: Any) -> float:
+    """‖found − truth‖ / ‖truth‖ over all leaves together, in float64."""
+    off = total = 0.0
+    for a, b in zip(_pieces(found), _pieces(truth), strict=True):
+        off += float(np.sum((a - b) ** 2))
+        total += float(np.sum(b**2))
+    return float(np.sqrt(off / total)) if total else float(np.sqrt(off))
+
+
+def _pieces(tree: Any) -> Iterable[np.ndarray]:
+    """Leaf by leaf, and layer by layer: a stack of thousands need not be in float64 at once."""
+    for leaf in jax.tree.leaves(tree):
+        leaf = np.asarray(leaf)
+        for piece in leaf if leaf.ndim > 2 else (leaf,):
+            yield piece.astype(np.float64)
+
+
+def reference(network: networks.Network, kind: str, precision: str, args: Any) -> Any:
+    """The gradient by backpropagation, on the host."""
+    if kind == "float64":
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda a: a.astype(jnp.float64), args)
+            return jax.device_get(compiled(jax.grad(network.loss), *wide)(*wide))
+    with precisely("highest" if kind == "highest" else precision):
+        return jax.device_get(compiled(jax.grad(network.checkpointed), *args)(*args))
+
+
+def measure(task: Task, cache: Path | None = None) -> dict[str, Any]:
+    """The fields of a task's record. What a method refuses is a result."""
+    warnings.simplefilter("ignore", PlanWarning)
+    try:
+        with precisely(task.precision):
+            return largest(task) if "search" in task.settings else _measure(task, cache)
+    except (MoonwalkError, NotImplementedError) as refusal:
+        return {"status": "refused", "message": str(refusal)}
+
+
+class Program:
+    """The compiled gradient of a task, and what compiling it told."""
+
+    def __init__(self, task: Task):
+        self.network = networks.make(task)
+        types = self.network.types()
+        self.arguments = functools.cache(lambda: self.network.arguments(task.settings.get("seed", 0)))
+        planned = self.arguments() if methods.needs_values(task.method) else types
+        begun = time.perf_counter()
+        self.run = compiled(methods.differentiate(task.method, self.network.loss, planned), *types)
+        self.found: dict[str, Any] = {
+            **memory(self.run),
+            "compile_seconds": time.perf_counter() - begun,
+            "parameters": sum(a.size for a in jax.tree.leaves(types[0])),
+            "extra": {},
+        }
+        if task.settings.get("plan"):
+            self.found["extra"]["plan"] = gradient.plan(self.network.loss, *types).to_dict()["rows"]
+
+
+def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
+    asked, program = task.settings, Program(task)
+    found, limit = program.found, asked.get("limit_bytes")
+    if limit is not None and held(found) > limit:
+        return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
+    if not asked.get("run", True):
+        return found
+    args = program.arguments()
+    (_, gradients), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))
+    found["peak_bytes"] = peak()
+    kind = asked.get("reference")
+    if kind is not None:
+        truth = cached(cache, task, lambda: reference(program.network, kind, task.precision, args))
+        found |= {"gradient_error": error(gradients, truth), "reference": REFERENCES[kind]}
+    return found
+
+
+# --- the largest size within a limit ------------------------------------------------------------------
+
+
+def largest(task: Task) -> dict[str, Any]:
+    """The largest depth, or batch, whose program is within `limit_bytes`; nothing is run.
+
+    Compiled programs are compared, which is the same in one process as in many.
+    """
+    asked, limit = task.settings["search"], task.settings["limit_bytes"]
+    found: dict[int, dict[str, Any]] = {}
+
+    def needs(steps: int) -> int:
+        if steps not in found:
+            one = replace(task, **{asked["over"]: steps * asked["step"]})
+            found[steps] = Program(one).found
+        return held(found[steps])
+
+    best = bisect(needs, limit, asked["most"] // asked["step"])
+    probes = sorted((steps * asked["step"], held(f)) for steps, f in found.items())
+    extra = {"largest": best * asked["step"], "probes": probes, "most": asked["most"]}
+    if not best:
+        message = f"{needs(1)} bytes at {asked['over']} {asked['step']}, of {limit}"
+        return {"status": "oom", "message": message, "extra": extra}
+    return {**found[best], "extra": extra}
+
+
+def bisect(needs: Callable[[int], int], limit: int, most: int) -> int:
+    """The largest n ≤ most with needs(n) ≤ limit, as far as `needs` grows; 0: none.
+
+    Memory is nearly a line in n, so every other guess is where the line through both ends meets the
+    limit; the rest halve.
+
+    **Example:**
+
+    >>> bisect(lambda n: 10 + 3 * n, 100, 1000)
+    30
+    """
+    if needs(most) <= limit:
+        return most
+    low, high, by_line = 0, most, True
+    while high - low > 1:
+        guess = (low + high) // 2
+        if by_line:
+            below = needs(low) if low else 0
+            share = (limit - below) / (needs(high) - below)
+            guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        if needs(guess) <= limit:
+            # On a line the next size is too large already: ask, and be done.
+            if by_line and guess + 1 < high and needs(guess + 1) > limit:
+                high = guess + 1
+            low = guess
+        else:
+            high = guess
+        by_line = not by_line
+    return low
+
+
+def cached(folder: Path | None, task: Task, compute: Callable[[], Any]) -> list[np.ndarray]:
+    """The leaves of a reference, from the disk where another method of the same network left them."""
+    if folder is None:
+        return jax.tree.leaves(compute())
+    about = {k: v for k, v in task.to_dict().items() if k not in ("experiment", "method", "settings")}
+    about |= {k: task.settings.get(k) for k in ("seed", "reference")} | {"jax": jax.__version__}
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    path = folder / f"{name}.npz"
+    if path.is_file():
+        with np.load(path) as file:
+            return [file[f"arr_{i}"] for i in range(len(file.files))]
+    leaves = jax.tree.leaves(compute())
+    if sum(a.nbytes for a in leaves) <= _CACHED:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{name}.npz"
+        np.savez(partial, *leaves)
+        partial.replace(path)
+    return leaves

@@ -1,0 +1,77 @@
+"""Records and tables as plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..plans import human
+from .tasks import Record, Table, Task
+
+
+def cell(column: str, value: Any) -> str:
+    """A number as people read it: bytes with a unit, times in s or ms, else three digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if "bytes" in column:
+        return human(value)
+    if "error" in column:
+        return f"{value:.1e}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}"
+
+
+def line(record: Record) -> str:
+    """A record in a line."""
+    task = Task.from_dict(record["task"])
+    found = [] if record["status"] == "ok" else [record["status"]]
+    if "largest" in record["extra"]:
+        found.append(f"{record['task']['settings']['search']['over']} {record['extra']['largest']}")
+    if "test_accuracy" in record["extra"]:
+        found.append(f"accuracy {100 * record['extra']['test_accuracy']:.1f} %")
+    if record["temp_bytes"] is not None:
+        found.append(human(record["temp_bytes"]))
+    if record["seconds"]:
+        found.append(f"{1e3 * record['seconds']['median']:.3g} ms")
+    if record["gradient_error"] is not None:
+        found.append(f"error {record['gradient_error']:.0e}")
+    if record["status"] != "ok" and record["message"]:
+        found.append(record["message"].splitlines()[0])
+    return f"{task}: {', '.join(found)}"
+
+
+def lines(table: Table) -> list[str]:
+    """A table with aligned columns."""
+    rows = [[cell(c, v) for c, v in zip(table.columns, row, strict=True)] for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(table.columns, *rows, strict=True)]
+
+    def aligned(cells: Sequence[str]) -> str:
+        return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+
+    return [table.title, aligned(table.columns), *map(aligned, rows)]
+
+
+class Lines:
+    """A screen that prints a line for everything."""
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def begin(self, name: str, title: str, total: int) -> None:
+        self.number, self.total = 0, total
+        self.say(f"{name}: {title}")
+
+    def start(self, task: Task) -> None:
+        pass
+
+    def done(self, record: Record, is_new: bool) -> None:
+        self.number += 1
+        of = max(self.number, self.total)
+        self.say(f"[{self.number}/{of}] {line(record)}" + ("" if is_new else " (had)"))
+
+    def end(self, tables: Sequence[Table]) -> None:
+        for table in tables:
+            self.say("\n".join(["", *lines(table), ""]))

@@ -1,0 +1,80 @@
+"""`moonwalk bench`: its screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from ..bench import command, text
+from ..bench.tasks import Record, Table, Task
+
+STYLES = {"ok": "", "oom": "yellow", "refused": "yellow", "timeout": "red", "error": "red"}
+
+
+def run(options: command.Options, console: Console | None = None) -> None:
+    """Measure with a bar for each experiment, and a line for each record."""
+    with Screen(console or Console()) as screen:
+        command.run(options, screen)
+
+
+class Screen:
+    """A bar with the task that runs; records as they come; tables at an experiment's end."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            transient=True,
+        )
+        self.bar: Any = None
+        self.total = 0
+
+    def __enter__(self) -> Screen:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.progress.stop()
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def begin(self, name: str, title: str, total: int) -> None:
+        self.console.print(title, style="bold", highlight=False)
+        self.total = total
+        self.bar = self.progress.add_task(name, total=total, now="")
+
+    def start(self, task: Task) -> None:
+        self.progress.update(self.bar, now=str(task).partition(": ")[2])
+
+    def done(self, record: Record, is_new: bool) -> None:
+        self.progress.advance(self.bar)
+        count = self.progress.tasks[self.progress.task_ids.index(self.bar)].completed
+        self.total = max(self.total, int(count))  # a search finds more to do
+        self.progress.update(self.bar, total=self.total, now="")
+        style = STYLES[record["status"]] if is_new else "dim"
+        line = text.line(record).partition(": ")[2]
+        self.console.print(line, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    def end(self, tables: Sequence[Table]) -> None:
+        self.progress.remove_task(self.bar)
+        for table in tables:
+            self.console.print(as_rich(table))
+
+
+def as_rich(table: Table) -> RichTable:
+    found = RichTable(title=table.title, title_justify="left")
+    for i, column in enumerate(table.columns):
+        found.add_column(column, justify="left" if i == 0 else "right")
+    for row in table.rows:
+        found.add_row(*(text.cell(c, v) for c, v in zip(table.columns, row, strict=True)))
+    return found
