@@ -90,18 +90,24 @@ class Network:
 
     def types(self) -> tuple[Any, Any, Any]:
         """Shapes of (params, x, target)."""
-        params = jax.eval_shape(self.init, jax.random.key(0))
+        params = jax.eval_shape(self.init, _key(0))
         x, target = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (self.x, self.target))
         return params, x, target
 
     def arguments(self, seed: int) -> tuple[Any, Any, Any]:
         """(params, x, target), the same ones for the same seed."""
-        weights, *data = jax.random.split(jax.random.key(seed), 3)
-        x, target = (
-            jax.random.normal(k, s, jnp.float32)
-            for k, s in zip(data, (self.x, self.target), strict=True)
-        )
-        return jax.jit(self.init)(weights), x, target
+
+        def draw(key: Any) -> tuple[Any, Any, Any]:
+            weights, one, two = jax.random.split(key, 3)
+            x = jax.random.normal(one, self.x, jnp.float32)
+            return self.init(weights), x, jax.random.normal(two, self.target, jnp.float32)
+
+        return jax.jit(draw)(_key(seed))
+
+
+def _key(seed: int) -> Any:
+    """Of the generator that takes least to compile; the same numbers on the same device."""
+    return jax.random.key(seed, impl="rbg")
 
 
 def make(task: Task) -> Network:
@@ -183,11 +189,11 @@ def _turned(key: Any, base: Any) -> Any:
     order, signs = jax.random.split(key)
     n = base.shape[0]
     flips = jax.random.rademacher(signs, (n, 1), base.dtype)
-    return flips * base[jax.random.permutation(order, n)]
+    return flips * base[jnp.argsort(jax.random.bits(order, (n,)))]
 
 
-def _orthogonal(key: Any, width: int) -> Any:
-    return jnp.linalg.qr(jax.random.normal(key, (width, width), jnp.float32))[0]
+def _orthogonal(key: Any, width: int, count: int) -> Any:
+    return jnp.linalg.qr(jax.random.normal(key, (count, width, width), jnp.float32))[0]
 
 
 # --- the networks -------------------------------------------------------------------------------------
@@ -199,7 +205,7 @@ def dense(task: Task) -> Network:
 
     def init(key: Any) -> dict[str, Any]:
         base, each = jax.random.split(key)
-        turn = functools.partial(_turned, base=_orthogonal(base, task.width))
+        turn = functools.partial(_turned, base=_orthogonal(base, task.width, 1)[0])
         return {"layers": lax.map(turn, jax.random.split(each, task.depth))}
 
     def layer(x: Any, w: Any) -> Any:
@@ -214,9 +220,10 @@ def pyramid(task: Task) -> Network:
     lower, residual, act = "lower" in words, "residual" in words, _leaky(slope or 0.25)
 
     def init(key: Any) -> dict[str, Any]:
-        ends, *keys = jax.random.split(key, 1 + task.depth)
-        layers = [_kernel(k, task.width, 2, (1, 1), lower) for k in keys]
-        return {"layers": layers, **_ends(ends, task.width, 2)}
+        ends, body = jax.random.split(key)
+        one = functools.partial(_kernel, width=task.width, dims=2, pivot=(1, 1), lower=lower)
+        layers = lax.map(one, jax.random.split(body, task.depth))
+        return {"layers": list(layers), **_ends(ends, task.width, 2)}
 
     def layer(x: Any, w: Any) -> Any:
         w = declare(w, "lower" if lower else "diagonal")
@@ -258,10 +265,10 @@ def isometric(task: Task) -> Network:
     def init(key: Any) -> dict[str, Any]:
         """Kernels of three taps: an orthogonal matrix, times P + (I − P) z, twice, P projections."""
         base, each = jax.random.split(key)
-        bases = [_orthogonal(k, width) for k in jax.random.split(base, 3)]
+        bases = _orthogonal(base, width, 3)
 
         def one(key: Any) -> Any:
-            q, a, b = (_turned(k, m) for k, m in zip(jax.random.split(key, 3), bases, strict=True))
+            q, a, b = jax.vmap(_turned)(jax.random.split(key, 3), bases)
             p1, p2 = (u[:, : width // 2] @ u[:, : width // 2].T for u in (a, b))
             i = jnp.eye(width, dtype=q.dtype)
             return jnp.stack([q @ p1 @ p2, q @ (p1 @ (i - p2) + (i - p1) @ p2), q @ (i - p1) @ (i - p2)])
