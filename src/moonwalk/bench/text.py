@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def line(record: Record) -> str:
     if record["gradient_error"] is not None:
         found.append(f"error {record['gradient_error']:.0e}")
     if record["status"] != "ok" and record["message"]:
-        found.append(record["message"].splitlines()[0])
+        found.append(textwrap.shorten(record["message"].splitlines()[0], 120, placeholder=" …"))
     return f"{task}: {', '.join(found)}"
 
 
