@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
@@ -67,12 +68,14 @@ class Screen:
 
     def end(self, tables: Sequence[Table]) -> None:
         self.progress.remove_task(self.bar)
-        for table in tables:
-            self.console.print(as_rich(table))
+        for table in map(as_rich, tables):
+            # A narrow terminal wraps lines; cut-off figures would be of no use.
+            wide = self.console.measure(table, options=self.console.options.update(width=10_000)).maximum
+            self.console.print(table, width=max(wide, self.console.width), crop=False)
 
 
 def as_rich(table: Table) -> RichTable:
-    found = RichTable(title=table.title, title_justify="left")
+    found = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
     for i, column in enumerate(table.columns):
         found.add_column(column, justify="left" if i == 0 else "right")
     for row in table.rows:
