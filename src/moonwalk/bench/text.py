@@ -44,6 +44,14 @@ def line(record: Record) -> str:
     return f"{task}: {', '.join(found)}"
 
 
+def compact(table: Table) -> Table:
+    """Without columns that have nothing."""
+    kept = [i for i in range(len(table.columns)) if any(row[i] is not None for row in table.rows)]
+    return Table(
+        table.title, [table.columns[i] for i in kept], [[r[i] for i in kept] for r in table.rows]
+    )
+
+
 def lines(table: Table) -> list[str]:
     """A table with aligned columns."""
     rows = [[cell(c, v) for c, v in zip(table.columns, row, strict=True)] for row in table.rows]
@@ -74,5 +82,5 @@ class Lines:
         self.say(f"[{self.number}/{of}] {line(record)}" + ("" if is_new else " (had)"))
 
     def end(self, tables: Sequence[Table]) -> None:
-        for table in tables:
+        for table in map(compact, tables):
             self.say("\n".join(["", *lines(table), ""]))
