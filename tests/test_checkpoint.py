@@ -44,10 +44,11 @@ scan with small outputs, scan; residual inside, scan; noise through a weight"""
 NAMES = [n.strip().replace(";", ",") for n in f"{FLAT}, {SCANNED}".replace("\n", " ").split(",")]
 CASES = {f"{name}: {checkpoint}": (name, checkpoint) for name in NAMES for checkpoint in VARIANTS}
 UNDER_JIT = {
-    "MLP: auto",
+    "MLP: sqrt",
+    "cond: auto",
     "MLP with anchors: sqrt",
     "two towers: 3",
-    "aux: auto",
+    "aux: 3",
     "gradient of the input: sqrt",
     "average pooling: block",
     "scan with biases, between layers: 3",

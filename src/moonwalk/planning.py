@@ -455,10 +455,15 @@ def _realise(
         else:
             periods = {k: (c.period,) for k, c in enumerate(costs) if i <= k < j and c.period}
             plain = Plain(cut, i, j, periods)
-            segments.append(plain)
-            kept += plain.kept_bytes
             inner = max((costs[k].transient for k in periods), default=0)
             inner += max(c.gradients for c in costs[i:j])
+            if j == len(cut.nodes) and plain.recomputed and not any(n.checkpointed for n in plain.nodes):
+                # The reverse pass begins with the last segment: run again, it would take at once what
+                # it had better keep, and what it keeps is gone before any other segment takes anything.
+                plain = Plain(cut, i, j, periods, recomputed=False)
+                transient = max(0, transient - plain.kept_bytes)
+            segments.append(plain)
+            kept += plain.kept_bytes
             transient = max(transient, plain.transient_bytes + inner)
     return Choice(segments, kept, transient)
 

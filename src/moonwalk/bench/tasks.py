@@ -130,11 +130,12 @@ def record(task: Task, **found: Any) -> Record:
 
 @dataclass(frozen=True)
 class Table:
-    """Figures for people: cells are numbers, strings or None."""
+    """Figures for people: cells are numbers, strings or None; `notes` are sentences below."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for row in self.rows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...plans import human
+from ..judgement import verdict
 from ..tasks import Record, Request, Table, Task
 
 Run = Callable[[Task], Record]
@@ -14,7 +15,7 @@ Run = Callable[[Task], Record]
 COLUMNS = (
     "method",
     "depth",
-    "status",
+    "gradient",
     "temporaries, bytes",
     "peak, bytes",
     "seconds",
@@ -60,14 +61,14 @@ def maker(experiment: str, network: str, sizes: Sizes, request: Request) -> Call
     return make
 
 
-def row(record: Record) -> list[Any]:
-    """A record under `COLUMNS`."""
+def row(record: Record, records: Sequence[Record]) -> list[Any]:
+    """A record under `COLUMNS`; whether its gradient is right is judged beside the others."""
     task, seconds = record["task"], record["seconds"] or {}
     times = [seconds.get(name) for name in ("median", "low", "high")]
     return [
         task["method"],
         task["depth"],
-        record["status"],
+        verdict(record, records),
         record["temp_bytes"],
         record["peak_bytes"],
         *times,
@@ -82,7 +83,7 @@ def by_variant(records: Sequence[Record]) -> list[Table]:
     for record in records:
         task = record["task"]
         groups.setdefault(", ".join(filter(None, (task["network"], task["variant"]))), []).append(record)
-    return [Table(name, COLUMNS, [row(r) for r in group]) for name, group in groups.items()]
+    return [Table(name, COLUMNS, [row(r, records) for r in group]) for name, group in groups.items()]
 
 
 # --- the largest size within a limit ------------------------------------------------------------------
@@ -103,7 +104,7 @@ def largest(records: Sequence[Record], over: str) -> list[Table]:
     """A table for every network: what each method reaches, and what it is like there."""
     searches = [r for r in records if "search" in r["task"]["settings"]]
     runs = {_place(r["task"], r["task"][over]): r for r in records if r not in searches}
-    columns = ("method", over, "in all, bytes", "seconds", "low", "high", "gradient error", "status")
+    columns = ("method", over, "in all, bytes", "seconds", "low", "high", "gradient error", "gradient")
     groups: dict[str, list[list[Any]]] = {}
     for record in searches:
         task, size = record["task"], record["extra"].get("largest", 0)
@@ -120,7 +121,7 @@ def largest(records: Sequence[Record], over: str) -> list[Table]:
             total = [ran[k] for k in ("temp_bytes", "argument_bytes", "output_bytes")]
             row += [None if None in total else sum(total)]
             row += [times.get("median"), times.get("low"), times.get("high")]
-            row += [ran["gradient_error"], ran["status"]]
+            row += [ran["gradient_error"], verdict(ran, records)]
         groups.setdefault(title, []).append(row)
     return [Table(title, columns, rows) for title, rows in groups.items()]
 

@@ -1,0 +1,1 @@
+TITLE = "Table 1: how memory and time grow"

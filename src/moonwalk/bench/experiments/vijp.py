@@ -1,0 +1,1 @@
+TITLE = "The time of a vijp beside its vjp"

@@ -1,0 +1,207 @@
+"""All results as one HTML file that needs nothing else: plots to look into, tables, verdicts.
+
+Plotly's script is inlined. A content security policy forbids the page every request, so that it
+cannot need a network, today or later.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from . import experiments, text
+from .charts import ENDS, chart
+from .judgement import TOLERANCE, verdict
+from .plots import plot
+from .store import load, replace
+from .tasks import Table
+
+_SIZES = ("network", "variant", "method", "depth", "width", "batch")
+_FACTS = ("device", "jax", "jaxlib", "moonwalk", "commit", "python", "date")
+
+
+def write(files: Sequence[Path], folder: Path) -> Path:
+    """Writes `folder/report.html` from files of records, in the order in which they are given."""
+    results = [load(path) for path in files]
+    tables = {
+        str(r["experiment"]): experiments.load(r["experiment"]).summary(r["records"]) for r in results
+    }
+    path = folder / "report.html"
+    replace(path, render(results, tables))
+    return path
+
+
+def render(results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[Table]]) -> str:
+    """The report as text.
+
+    **Arguments:**
+
+    - `results`: what files of records hold, one per experiment.
+    - `tables`: what `summary` of each experiment made of its records, by its name.
+    """
+    plots: list[dict[str, Any]] = []
+    sections = [_section(result, tables.get(result["experiment"], ()), plots) for result in results]
+    parts = {
+        "style": _file("page.css"),
+        "contents": "".join(
+            f'<a href="#{r["experiment"]}">{html.escape(r["experiment"])}</a>' for r in results
+        ),
+        "facts": _facts(results),
+        "warning": _warning(results),
+        "sections": "".join(sections),
+        "plotly": _plotly(),
+        "plots": json.dumps(plots, allow_nan=False).replace("</", "<\\/"),
+        "script": _file("page.js"),
+        "tolerance": f"{TOLERANCE:g}",
+    }
+    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return resources.files(str(__package__)).joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError("the report is drawn by Plotly: pip install 'moonwalk-jax[plots]'") from error
+    return get_plotlyjs().replace("</script", "<\\/script")
+
+
+# --- head ---------------------------------------------------------------------------------------------
+
+
+def _facts(results: Sequence[Mapping[str, Any]]) -> str:
+    """What all results have in common stands on top; what they do not, at each experiment."""
+    rows = []
+    for name in _FACTS:
+        if found := _common(results, name):
+            rows.append(f"<div><dt>{name}</dt><dd>{html.escape(found)}</dd></div>")
+    return "".join(rows)
+
+
+def _common(results: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    found = {str(r["header"].get(name, "")) for r in results}
+    if name == "date" and len(found) > 1:
+        return f"{min(found)} to {max(found)}"
+    return found.pop() if len(found) == 1 and found != {""} else None
+
+
+def _warning(results: Sequence[Mapping[str, Any]]) -> str:
+    """Whoever reads only the top should know of gradients that are wrong."""
+    counts = {
+        r["experiment"]: sum(verdict(x, r["records"]) == "WRONG" for x in r["records"]) for r in results
+    }
+    wrong = {name: count for name, count in counts.items() if count}
+    if not wrong:
+        return ""
+    where = ", ".join(f'<a href="#{name}">{name}</a> ({count})' for name, count in wrong.items())
+    plural = "measurements have" if sum(wrong.values()) > 1 else "measurement has"
+    return (
+        f'<p class="warning"><b class="bad">{sum(wrong.values())} {plural} a wrong gradient</b>, '
+        f"and nothing else that is said of them counts: {where}. They are ringed in plots and marked in "
+        "tables.</p>"
+    )
+
+
+# --- sections -----------------------------------------------------------------------------------------
+
+
+def _section(result: Mapping[str, Any], tables: Sequence[Table], plots: list[dict[str, Any]]) -> str:
+    name, header = str(result["experiment"]), result["header"]
+    found = chart(result)
+    own = [f"{n} {header[n]}" for n in ("device", "jax", "commit") if header.get(n)]
+    quick = '<span class="badge">quick sizes</span>' if header.get("quick") else ""
+    parts = [
+        f'<section id="{name}"><h2>{html.escape(experiments.load(name).TITLE)} {quick}</h2>',
+        f'<p class="own">{html.escape(" · ".join(own))} · <code>moonwalk bench {name}</code></p>',
+    ]
+    for row in found.rows if found else ():
+        if row.title:
+            parts.append(f"<h3>{html.escape(row.title)}</h3>")
+        parts.append('<div class="row">' if len(row.panels) % 2 else '<div class="row even">')
+        for panel in row.panels:
+            plots.append({"id": f"plot-{len(plots)}", **plot(panel)})
+            height = 140 + 26 * len(panel.series) if panel.kind == "bars" else 360
+            parts.append(f'<div class="plot" id="{plots[-1]["id"]}" style="height:{height}px"></div>')
+        parts.append("</div>")
+    parts += [table(t) for t in tables]
+    parts.append(_records(result))
+    return "".join([*parts, "</section>"])
+
+
+def table(given: Table) -> str:
+    """A `Table` as HTML; verdicts are coloured, and wrong gradients stand out."""
+    under = "".join(f"<p>{html.escape(n)}</p>" for n in given.notes)
+    notes = f'<div class="notes">{under}</div>' if under else ""
+    return f"<h3>{html.escape(given.title)}</h3>" + _grid(given.columns, given.rows) + notes
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    body = [[_cell(*pair) for pair in zip(columns, row, strict=True)] for row in rows]
+    right = [
+        all(row[i].startswith(('<td class="number', '<td class="none')) for row in body)
+        for i in range(len(columns))
+    ]
+    head = "".join(
+        f'<th class="{"number" if r else ""}">{html.escape(c)}</th>'
+        for c, r in zip(columns, right, strict=True)
+    )
+    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in body)
+    return (
+        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    )
+
+
+_TONES = {
+    "wrong": "bad",
+    "as the paper": "good",
+    "exact": "good",
+    "less": "fair",
+    "more": "poor",
+    "oom": "poor",
+    "out of memory": "poor",
+    "timeout": "poor",
+    "error": "poor",
+    "refused": "fair",
+}
+
+
+def _cell(column: str, content: Any) -> str:
+    if content is None:
+        return '<td class="none">–</td>'
+    if isinstance(content, int | float) and not isinstance(content, bool):
+        return f'<td class="number">{html.escape(text.cell(column, content))}</td>'
+    said = str(content)
+    tone = next((t for word, t in _TONES.items() if said.lower().startswith(word)), "")
+    numeric = not tone and said[:1].isdigit()
+    return f'<td class="{tone or ("number" if numeric else "")}">{html.escape(said)}</td>'
+
+
+def _records(result: Mapping[str, Any]) -> str:
+    """Every measurement, folded away."""
+    records = result["records"]
+    columns = [*_SIZES, "temporaries, bytes", "peak, bytes", "seconds", "gradient error", "verdict"]
+    rows = []
+    for record in records:
+        task, seconds = record["task"], record.get("seconds")
+        found = verdict(record, records)
+        label = ENDS.get(found, found)
+        rows.append(
+            [
+                *(task.get(c) for c in _SIZES),
+                record.get("temp_bytes"),
+                record.get("peak_bytes"),
+                seconds and seconds["median"],
+                record.get("gradient_error"),
+                label if not record.get("message") else f"{label}: {record['message'].splitlines()[0]}",
+            ]
+        )
+    summary = f"<summary>all {len(rows)} measurements</summary>"
+    return f"<details>{summary}{_grid(columns, rows)}</details>"
