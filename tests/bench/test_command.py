@@ -76,7 +76,7 @@ def test_plain_lines(tmp_path, capsys):
     plain.main(["fig2", "--quick", "--only", "backprop", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert "[2/2] fig2: pyramid (identity, slope 0.25), backprop, depth 5" in said
-    assert "method    depth  status" in said
+    assert "method    depth  gradient" in said
     plain.main(["fig2", "--quick", "--only", "backprop", "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("(had)") == 2
 

@@ -7,7 +7,7 @@ import pytest
 from marks import slow
 
 import moonwalk as mw
-from moonwalk.bench import Task, measuring, methods
+from moonwalk.bench import Task, measuring, methods, worker
 
 TASK = Task("pareto", "dense", "moonwalk", "abs", depth=6, width=4, batch=8, settings={"repeats": 2})
 
@@ -79,8 +79,31 @@ def test_memory_alone_and_limits():
 
 
 def test_a_refusal_is_a_result():
-    found = measuring.measure(by("reversible"))
+    found = worker.measure(by("reversible"), None)
     assert found["status"] == "refused" and "abs" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), "oom", "RuntimeError: RESOURCE_EXHAUSTED: 3 GiB"),
+        (MemoryError(), "oom", "MemoryError: "),
+        (mw.InexactError("too far"), "refused", "too far"),
+        (RuntimeError("x\n._EquinoxRuntimeError: too far\n--"), "refused", "too far"),
+        (KeyError("x"), "error", "KeyError: 'x'"),
+    ],
+)
+def test_failures_are_results(error, status, message):
+    assert measuring.failure(error) == {"status": status, "message": message}
+
+
+def test_memory_is_known_where_a_run_fails(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(measuring.networks.Network, "arguments", fail)
+    found = measuring.measure(by("backprop"))
+    assert found["status"] == "oom" and found["temp_bytes"] > 0
 
 
 def test_the_largest_size():
