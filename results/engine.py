@@ -25,26 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 
 import moonwalk as mw
+from moonwalk.bench.measuring import compiled as compiled
+from moonwalk.bench.measuring import options as options
 
 MIB = 2**20
 WIDTH = 256
 
-# XLA's CPU compiler deletes barriers in JAX 0.10; without this pass it shows what other backends do.
-_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-
-
-def options() -> dict[str, str]:
-    old = jax.__version__.startswith("0.10.")
-    return _BARRIERS if old and jax.default_backend() == "cpu" else {}
-
 
 def struct(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def compiled(fun: Any, *args: Any) -> Any:
-    lowered = jax.jit(fun).lower(*args)
-    return lowered.compile(compiler_options=options()) if options() else lowered.compile()
 
 
 def temp(fun: Any, *args: Any) -> float:

@@ -80,12 +80,13 @@ def run(options: Options, screen: Screen) -> None:
         report(options, screen)
         return
     device = None if options.device == "auto" else options.device
+    if options.dry_run and device is not None:  # also of a device that is not here
+        show_outline(options, replace(options.request, platform=device), screen)
+        return
     header = runner.header(device, options.request.quick, options.commit)
     request = replace(options.request, platform=header["platform"])
     if options.dry_run:
-        for name in options.chosen:
-            for line in outline(name, request):
-                screen.say(line)
+        show_outline(options, request, screen)
         return
     screen.say(f"{header['device']}, JAX {header['jax']}; results in {options.out}")
     header["settings"] = runner.settings(request)
@@ -106,6 +107,12 @@ def run(options: Options, screen: Screen) -> None:
     report(options, screen)
 
 
+def show_outline(options: Options, request: Request, screen: Screen) -> None:
+    for name in options.chosen:
+        for line in outline(name, request):
+            screen.say(line)
+
+
 def outline(name: str, request: Request) -> list[str]:
     """What an experiment would measure."""
     module = experiments.load(name)
@@ -121,8 +128,6 @@ def report(options: Options, screen: Screen) -> None:
     files = [p for p in (options.out / f"{name}.json" for name in names) if p.is_file()]
     if not files:
         raise ValueError(f"{options.out} has no results of {', '.join(options.chosen)} to report")
-    if find_spec(f"{__package__}.figures") is None:
-        return
     for needed, what in (("matplotlib", "figures"), ("plotly", "the report")):
         if find_spec(needed) is None:
             screen.say(f"no {what}: {needed} is not installed; `--report-only` makes them later")

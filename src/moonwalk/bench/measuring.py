@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import statistics
 import time
 import warnings
@@ -34,6 +35,8 @@ REFERENCES = {
     "same": "checkpointed backprop, same precision",
 }
 _PATIENCE = 20.0  # seconds after which no further run is begun
+NO_ROOM = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+_LONGEST = 2000  # characters of a message
 _CACHED = 2**28  # bytes of a gradient that is worth keeping
 
 
@@ -124,13 +127,23 @@ def reference(network: networks.Network, kind: str, precision: str, args: Any) -
 
 
 def measure(task: Task, cache: Path | None = None) -> dict[str, Any]:
-    """The fields of a task's record. What a method refuses is a result."""
+    """The fields of a task's record."""
     warnings.simplefilter("ignore", PlanWarning)
-    try:
-        with precisely(task.precision):
-            return largest(task) if "search" in task.settings else _measure(task, cache)
-    except (MoonwalkError, NotImplementedError) as refusal:
-        return {"status": "refused", "message": str(refusal)}
+    with precisely(task.precision):
+        return largest(task) if "search" in task.settings else _measure(task, cache)
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """Status and message: out of memory, refused (also at run time, by a certificate), or an error."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or any(word in text for word in NO_ROOM):
+        return {"status": "oom", "message": text[:_LONGEST]}
+    if isinstance(error, MoonwalkError | NotImplementedError):
+        return {"status": "refused", "message": str(error)[:_LONGEST]}
+    alarm = re.search(r"EquinoxRuntimeError: (.*)", text)  # what a compiled program raises
+    if alarm:
+        return {"status": "refused", "message": alarm[1][:_LONGEST]}
+    return {"status": "error", "message": text[:_LONGEST]}
 
 
 class Program:
@@ -160,8 +173,11 @@ def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
         return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
     if not asked.get("run", True):
         return found
-    args = program.arguments()
-    (_, gradients), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))
+    try:
+        args = program.arguments()
+        (_, gradients), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))
+    except Exception as stopped:  # the program's memory is known all the same
+        return {**found, **failure(stopped), "peak_bytes": peak()}
     found["peak_bytes"] = peak()
     kind = asked.get("reference")
     if kind is not None:

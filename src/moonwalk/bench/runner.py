@@ -53,8 +53,8 @@ class Runner:
     def run(self, task: Task) -> Record:
         """The record of a task, measured if it is not in the store."""
         found = self.store.find(task)
-        is_known = found is not None and not (self.retry and found["status"] in _AGAIN)
-        if found is not None and (is_known or task.key in self._told):
+        failed = found is not None and found["status"] in _AGAIN and task.key not in self._told
+        if found is not None and not (failed and self.retry):
             self._tell(task, found, is_new=False)
             return found
         self.on_start(task)

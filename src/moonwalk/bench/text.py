@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,16 @@ def line(record: Record) -> str:
     if record["gradient_error"] is not None:
         found.append(f"error {record['gradient_error']:.0e}")
     if record["status"] != "ok" and record["message"]:
-        found.append(record["message"].splitlines()[0])
+        found.append(textwrap.shorten(record["message"].splitlines()[0], 120, placeholder=" …"))
     return f"{task}: {', '.join(found)}"
+
+
+def compact(table: Table) -> Table:
+    """Without columns that have nothing."""
+    kept = [i for i in range(len(table.columns)) if any(row[i] is not None for row in table.rows)]
+    return Table(
+        table.title, [table.columns[i] for i in kept], [[r[i] for i in kept] for r in table.rows]
+    )
 
 
 def lines(table: Table) -> list[str]:
@@ -73,5 +82,5 @@ class Lines:
         self.say(f"[{self.number}/{of}] {line(record)}" + ("" if is_new else " (had)"))
 
     def end(self, tables: Sequence[Table]) -> None:
-        for table in tables:
+        for table in map(compact, tables):
             self.say("\n".join(["", *lines(table), ""]))

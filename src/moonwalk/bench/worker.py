@@ -18,8 +18,6 @@ import jax
 from . import experiments, measuring
 from .tasks import Record, Task, record
 
-_NO_ROOM = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
-
 
 def about() -> dict[str, Any]:
     """Device and versions, for the header of a file."""
@@ -43,10 +41,8 @@ def measure(task: Task, cache: Path | None) -> Record:
     try:
         own = getattr(experiments.load(task.experiment), "measure", None)
         return record(task, **(own(task) if own else measuring.measure(task, cache)))
-    except Exception as failure:
-        text = f"{type(failure).__name__}: {failure}"
-        no_room = isinstance(failure, MemoryError) or any(word in text for word in _NO_ROOM)
-        return record(task, status="oom" if no_room else "error", message=text[:2000])
+    except Exception as error:
+        return record(task, **measuring.failure(error))
 
 
 def main(arguments: list[str]) -> None:

@@ -14,6 +14,7 @@ from ..bench import Request, command, experiments
 from ..errors import MoonwalkError
 from ..training import METHODS, OPTIMIZERS, SCHEDULES, nearest
 from . import bench as bench_run
+from . import plan as plan_run
 from . import train as training_run
 
 app = typer.Typer(
@@ -268,3 +269,37 @@ def bench(
     except KeyboardInterrupt:
         typer.echo(f"moonwalk bench: stopped; the same command goes on from {out}", err=True)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def plan(
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="A function that returns (loss, *args); a module, or a FILE.py.",
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="An argument of the function; repeatable."),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            callback=_one_of("method", plan_run.METHODS), help=f"{', '.join(plan_run.METHODS)}."
+        ),
+    ] = "moonwalk",
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Print how your own loss would be differentiated: what is walked, kept, recomputed, and why.
+
+    MODULE:FUNCTION is called without arguments, or with those of --set, and returns the loss and what it
+    is called with; gradients are for the first of these. The current folder is searched for modules.
+    """
+    try:
+        found = plan_run.make(where, dict(map(_assignment, settings or ())), method)
+    except (MoonwalkError, ValueError, TypeError, ImportError, OSError) as error:
+        typer.echo(f"moonwalk plan: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(plan_run.as_json(found) if json else plan_run.as_text(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
@@ -67,14 +68,18 @@ class Screen:
 
     def end(self, tables: Sequence[Table]) -> None:
         self.progress.remove_task(self.bar)
-        for table in tables:
-            self.console.print(as_rich(table))
+        for table in map(text.compact, tables):
+            plain = text.lines(table)
+            if max(map(len, plain)) + 2 * len(table.columns) <= self.console.width:
+                self.console.print(as_rich(table))
+            else:  # a narrow terminal wraps lines; figures that are cut off would be of no use
+                self.say("\n".join(["", *plain]))
 
 
 def as_rich(table: Table) -> RichTable:
-    found = RichTable(title=table.title, title_justify="left")
+    found = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
     for i, column in enumerate(table.columns):
-        found.add_column(column, justify="left" if i == 0 else "right")
+        found.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in table.rows:
         found.add_row(*(text.cell(c, v) for c, v in zip(table.columns, row, strict=True)))
     return found

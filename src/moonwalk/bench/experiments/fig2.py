@@ -21,7 +21,7 @@ def tasks(request: Request) -> list[Task]:
     others: tuple[str, ...] = ("checkpoint", "checkpoint-block", "accumulate-4")
     printed = PRINTED
     if request.on_gpu:
-        sizes, depths = common.Sizes(width=128, length=256, batch=128), (1, 2, 4, 8)
+        sizes, depths = common.Sizes(width=128, length=256, batch=128), (1, 4, 8)
     elif request.quick:
         sizes, depths = common.Sizes(width=16, length=32, batch=8), (2, 5)
         others, printed = ("checkpoint",), PRINTED[:1]

@@ -18,16 +18,17 @@ SPANS = (4, 8, 16)
 
 
 def tasks(request: Request) -> list[Task]:
-    others: tuple[str, ...] = ("checkpoint", "checkpoint-block", "accumulate-4", "moonwalk")
-    spans, slopes, printed = SPANS, SLOPES, (16,)
+    others: tuple[str, ...] = ("moonwalk-fragment-8", "checkpoint", "checkpoint-block", "accumulate-4")
+    others += ("moonwalk",)
+    spans, slopes, aligned = (4, 16), SLOPES, (16,)
     if request.on_gpu:
         sizes, depths = common.Sizes(width=256, length=2048, batch=128), (6, 14, 22)
     elif request.quick:
         sizes, depths = common.Sizes(width=16, length=128, batch=4), (4, 12)
         others, spans, slopes = ("checkpoint",), (4,), SLOPES[1:2]
     else:
-        sizes, depths = common.Sizes(width=32, length=256, batch=8), (4, 8, 16, 22)
-        printed = SPANS
+        sizes, depths = common.Sizes(width=16, length=256, batch=8), (6, 14, 22)
+        aligned = SPANS
     make = common.maker("fig3", "signal", sizes, request)
     over_depth = ("backprop", *(f"moonwalk-fragment-{span}" for span in spans))
     found = [make(STABLE, method, depth=depth) for depth in depths for method in over_depth]
@@ -35,7 +36,7 @@ def tasks(request: Request) -> list[Task]:
     found += [
         make(slope, f"moonwalk-fragment-{span}-aligned", depth=depths[-1])
         for slope in slopes
-        for span in printed
+        for span in aligned
     ]
     return [*found, make(slopes[0], "moonwalk", depth=depths[-1])]
 

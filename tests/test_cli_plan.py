@@ -1,0 +1,90 @@
+"""`moonwalk plan`: what it prints of a user's loss, what it says to what is none."""
+
+import json
+import sys
+
+import pytest
+
+testing = pytest.importorskip("typer.testing")
+pytest.importorskip("orbax.checkpoint")
+
+SOURCE = """
+import jax, jax.numpy as jnp, moonwalk as mw
+
+number = 3.0
+
+def loss(ws, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.abs(x @ mw.declare(w, "orthogonal")), None), x, ws)
+    return jnp.mean(x ** 2)
+
+def network(rows=512, width=4):
+    s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return loss, s(16, width, width), s(rows, width)
+
+def loss_alone():
+    return loss
+
+class Networks:
+    network = staticmethod(network)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_network.py").write_text(SOURCE)
+    (tmp_path / "broken_network.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_network", raising=False)
+
+
+def run(*arguments):
+    from moonwalk.cli.app import app
+
+    return testing.CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.mark.parametrize("where", ["my_network:network", "my_network.py:Networks.network"])
+def test_a_plan_is_printed(where):
+    done = run(where, "--set", "rows=4096")
+    assert done.exit_code == 0, done.output
+    assert "2 blocks walked, 0 anchors" in done.output
+    assert "dot_general f32[4096,4]" in done.output and "my_network.py:7" in done.output
+
+
+def test_as_json_and_by_another_method():
+    found = json.loads(run("my_network:network", "--json").output)
+    assert found["backprop_bytes"] > 0 and {"block", "mode", "why"} <= found["rows"][0].keys()
+    recomputed = run("my_network:network", "--method", "checkpoint").output
+    assert "recompute" in recomputed and "saves less" not in recomputed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["my_network"],
+            "expected module:function, got 'my_network'; name a function without arguments",
+        ),
+        (["my_netwrk:network"], "there is no module 'my_netwrk'; did you mean 'my_network'?"),
+        (["moonwalk.modls:x"], "there is no module 'moonwalk.modls'; did you mean 'models'?"),
+        (["nowhere.py:network"], "there is no file nowhere.py"),
+        (["broken_network:network"], "No module named 'a_package_that_is_not_there'"),
+        (["my_network:netwrk"], "unknown name in my_network 'netwrk'; did you mean 'network'?"),
+        (["my_network:number"], "my_network:number is no function but a float; name a function"),
+        (["my_network:loss"], "my_network:loss(ws, x) cannot be called with no arguments"),
+        (["my_network:network", "--set", "row=3"], "cannot be called with row"),
+        (["my_network:loss_alone"], "my_network:loss_alone returned a function; name a function"),
+        (["my_network:network", "--method", "reversible"], "cannot be inverted"),
+    ],
+)
+def test_what_is_no_network(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert said in done.output
+
+
+def test_wrong_names_of_methods_get_the_nearest():
+    done = run("my_network:network", "--method", "moonwlk")
+    assert done.exit_code == 2
+    assert "unknown method 'moonwlk'; did you mean 'moonwalk'?" in " ".join(done.output.split())
