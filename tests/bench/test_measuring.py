@@ -66,7 +66,8 @@ def test_a_gradient_that_is_wrong_is_shown_as_wrong(problem):
     _, _, truth = problem
     assert measuring.error(jax.tree.map(lambda a: 1.5 * a, truth), truth) == pytest.approx(0.5, 1e-5)
     assert measuring.error({"w": np.ones(3)}, {"w": np.zeros(3)}) == pytest.approx(3**0.5)
-    assert np.isnan(measuring.error({"w": np.full(3, np.nan)}, {"w": np.ones(3)}))
+    for bad in (np.nan, np.inf):
+        assert measuring.error({"w": np.full(3, bad)}, {"w": np.ones(3)}) == measuring.BOUNDLESS
 
 
 def test_memory_alone_and_limits():

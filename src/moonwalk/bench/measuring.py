@@ -35,6 +35,7 @@ REFERENCES = {
     "same": "checkpointed backprop, same precision",
 }
 _PATIENCE = 20.0  # seconds after which no further run is begun
+BOUNDLESS = 1e38  # stands for errors that are not finite, which JSON has no word for
 NO_ROOM = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 _LONGEST = 2000  # characters of a message
 _CACHED = 2**28  # bytes of a gradient that is worth keeping
@@ -100,12 +101,13 @@ def precisely(precision: str) -> Any:
 
 
 def error(found: Any, truth: Any) -> float:
-    """‖found − truth‖ / ‖truth‖ over all leaves together, in float64."""
+    """‖found − truth‖ / ‖truth‖ over all leaves together, in float64; `BOUNDLESS` at most."""
     off = total = 0.0
     for a, b in zip(_pieces(found), _pieces(truth), strict=True):
         off += float(np.sum((a - b) ** 2))
         total += float(np.sum(b**2))
-    return float(np.sqrt(off / total)) if total else float(np.sqrt(off))
+    relative = float(np.sqrt(off / total)) if total else float(np.sqrt(off))
+    return relative if relative < BOUNDLESS else BOUNDLESS
 
 
 def _pieces(tree: Any) -> Iterable[np.ndarray]:
