@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
     scattered = any(p.kind == "scatter" for p in found.panels)
     width = 8.5 if bars else max((5.2 if scattered else 3.5) * columns, 7.5)
     figure = plt.figure(figsize=(width, sum(heights) + 0.35 * len(heights) + 1.1), layout="constrained")
-    figure.suptitle(found.title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    title = textwrap.fill(found.title, int(8.7 * width))
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     placed = []
     parts = figure.subfigures(len(found.rows), 1, height_ratios=heights, squeeze=False)
     for part, row in zip(parts[:, 0], found.rows, strict=True):
@@ -233,46 +235,39 @@ def _bars(axis: Any, panel: Panel) -> None:
 
 
 def _names(axis: Any, panel: Panel) -> None:
-    """Names of scattered points and notes at the ends of lines, where they cover each other least."""
+    """Names of scattered points, where they cover least; notes behind lines, from the top downwards."""
     if panel.kind == "bars":
         return
-    texts = [
-        (s.name if panel.kind == "scatter" else s.note, s.points[-1], s.style.colour)
-        for s in panel.series
-        if panel.kind == "scatter" or s.note
-    ]
-    taken = [
-        (*(axis.transData.transform((p.x, p.y)) - 5), 10.0, 10.0) for s in panel.series for p in s.points
-    ]
-    per_point = axis.figure.dpi / 72
-    for text, point, colour in texts:
-        x, y = axis.transData.transform((point.x, point.y))
-        wide, tall = 4.4 * len(text) * per_point, 8.5 * per_point
-        best = None
-        for dx, dy in _PLACES:
-            left = x + (dx * per_point if dx > 0 else dx * per_point - wide if dx < 0 else -wide / 2)
-            box = (left, y + dy * per_point - tall / 2, wide, tall)
-            covered = sum(_overlap(box, other) for other in taken)
-            if best is None or covered < best[0] - 1:
-                best = (covered, dx, dy, box)
-            if covered == 0:
-                break
-        assert best is not None
-        _, dx, dy, box = best
+    scattered = panel.kind == "scatter"
+    named = [(s.name if scattered else s.note, s) for s in panel.series if scattered or s.note]
+    named = named if scattered else sorted(named, key=lambda pair: -pair[1].points[-1].y)
+    place = {s.name: axis.transData.transform((s.points[-1].x, s.points[-1].y)) for s in panel.series}
+    taken = [(x - 5, y - 5, 10.0, 10.0) for x, y in place.values()] if scattered else []
+    unit = axis.figure.dpi / 72
+    for text, series in named:
+        (x, y), wide, tall = place[series.name], 4.4 * len(text) * unit, 8.5 * unit
+        tried = []
+        for dx, dy in _AROUND if scattered else _BEHIND:
+            left = x + unit * dx - (0 if dx > 0 else wide if dx < 0 else wide / 2)
+            box = (left, y + unit * dy - tall / 2, wide, tall)
+            tried.append((sum(_overlap(box, other) for other in taken), len(tried), dx, dy, box))
+        _, _, dx, dy, box = min(tried)
         taken.append(box)
-        side = "left" if dx > 0 else "right" if dx < 0 else "center"
-        place: dict[str, Any] = {
-            "xytext": (dx, dy),
-            "textcoords": "offset points",
-            "ha": side,
-            "va": "center",
-        }
         axis.annotate(
-            text, (point.x, point.y), fontsize=7.5, color=colour, annotation_clip=False, **place
+            text,
+            (series.points[-1].x, series.points[-1].y),
+            xytext=(dx, dy),
+            textcoords="offset points",
+            ha="left" if dx > 0 else "right" if dx < 0 else "center",
+            va="center",
+            fontsize=7.5,
+            color=series.style.colour,
+            annotation_clip=False,
         )
 
 
-_PLACES = [(d, v) for v in (0, 7, -7, 14, -14, 21, -21, 28) for d in (8, -8, 0) if (d, v) != (0, 0)]
+_AROUND = [(d, v) for v in (0, 7, -7, 14, -14, 21, -21, 28) for d in (8, -8, 0) if (d, v) != (0, 0)]
+_BEHIND = [(8, -4 * step) for step in range(30)]
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:

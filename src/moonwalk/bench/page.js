@@ -7,7 +7,7 @@ const themed = (layout) => {
   return {...layout,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {family: getComputedStyle(document.body).fontFamily, size: 12, color: of("--ink")},
-    margin: {l: 56, r: 26, t: 46, b: 46},
+    margin: {l: 56, r: 26, t: 46, b: 58},
     modebar: {bgcolor: "rgba(0,0,0,0)", color: of("--line"), activecolor: of("--soft"), remove: ["select", "lasso"]},
     hoverlabel: {align: "left", font: {size: 12}},
     legend: {orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0, font: {size: 11}, bgcolor: "rgba(0,0,0,0)"},
