@@ -23,7 +23,7 @@ def tasks(request: Request) -> list[Task]:
     if request.on_gpu:
         sizes, depths = common.Sizes(width=128, length=256, batch=128), (1, 4, 8)
     elif request.quick:
-        sizes, depths = common.Sizes(width=16, length=32, batch=8), (2, 5)
+        sizes, depths = common.Sizes(width=16, length=64, batch=8), (2, 6)
         others, printed = ("checkpoint",), PRINTED[:1]
     else:
         sizes, depths = common.Sizes(width=32, length=64, batch=16), (1, 2, 3, 4, 6)
@@ -36,7 +36,9 @@ def tasks(request: Request) -> list[Task]:
     found += [make(variant, method, depth=depths[-1]) for method in others]
     if request.residual:
         return found
-    found += [make(kind, "moonwalk-as-printed", depth=depths[-1]) for kind in printed]
+    # In TF32 backpropagation is off, too, and methods are judged by what they add.
+    beside = ("moonwalk-as-printed", "backprop") if request.on_gpu else ("moonwalk-as-printed",)
+    found += [make(kind, method, depth=depths[-1]) for kind in printed for method in beside]
     return [*found, make(printed[0], "moonwalk", depth=depths[-1])]
 
 
