@@ -97,7 +97,7 @@ _STARTS = {
         "forward": Size(4, 32, 4, 2**12),
     },
     "cpu": {"": Size(8, 128, 16, 2**11), "pure": Size(8, 32, 4, 512), "forward": Size(2, 16, 2, 512)},
-    "quick": {"": Size(8, 64, 16, 2**10), "pure": Size(4, 32, 8, 256), "forward": Size(2, 16, 4, 256)},
+    "quick": {"": Size(8, 64, 16, 2**10), "pure": Size(4, 32, 8, 1024), "forward": Size(2, 16, 4, 1024)},
 }
 _FACTORS = {
     "gpu": {"depth": (1, 2, 4, 8), "width": (1, 2, 4), "parameters": (1, 2, 4, 8), "batch": (1, 2, 4)},
