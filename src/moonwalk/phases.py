@@ -101,7 +101,9 @@ def walk_back_and_forth(
         # Nothing of the sweep may be merged with Phase I: it starts from barred copies of everything.
         data = _data_read(walk.steps[: walk.end], walk, fixed)
         if walk.end:
-            hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data))
+            # The stem's gradients are found in Phase II: or their cotangent would lie beside the state.
+            found = out.parts([v for s in walk.steps if s.is_stem for v in s.node.weights])
+            hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data), *found)
         factors = walk.prepare(fixed)
         return walk.phase_three(fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out)
 

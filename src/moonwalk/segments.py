@@ -19,6 +19,7 @@ from . import scans
 from .ledger import Ledger
 from .residuals import Residual, nbytes
 from .trunk import Node, Trunk
+from .twins import PRODUCTS
 from .walks import Env, hold
 
 
@@ -198,7 +199,14 @@ class Plain(Stretch):
             assert residual is not None
             pullback = residual.restore(kept[i], [fixed.get(v) for v in block.operands])
             arriving = [a.astype(v.aval.dtype) for a, v in zip(arriving, block.outputs, strict=True)]
-            h_inputs, found = pullback(tuple(arriving))
+            if _is_one_product(node):
+                # The state is read by the gradient alone: take that first, and the state is gone before
+                # its cotangent, which is as large, is made.
+                box = {"found": pullback(tuple(arriving))[1], "arriving": arriving}
+                hold((box, list(box)))
+                found, h_inputs = box["found"], pullback(tuple(box["arriving"]))[0]
+            else:
+                h_inputs, found = pullback(tuple(arriving))
             h.update(zip(block.inputs, h_inputs, strict=True))
             out.add(dict(zip(node.weights, found, strict=True)))
             out.close(node.weights)
@@ -272,6 +280,12 @@ class Nested(Stretch):
         for part in reversed(self.parts):
             part.reverse(fixed, saved.pop(), h, out)
         return []
+
+
+def _is_one_product(node: Node) -> bool:
+    """Whether ∂y/∂x and ∂y/∂θ of a node with weights share no work."""
+    has_both = bool(node.weights and node.block.inputs)
+    return has_both and [e.primitive in PRODUCTS for e in node.block.eqns] == [True]
 
 
 def graph_value(x: Env, fixed: Env, v: Any) -> Any:

@@ -394,12 +394,32 @@ class _Sources:
         """Decide, and place anchors until error stays within the limit."""
         if self.options.anchor_every is not None:
             self._regular_anchors(self.options.anchor_every)
+        elif not self.place[0]:
+            self._anchor_instead_of_a_seed()
         while True:
             self._decide()
             grown, violated = self._grow()
             if violated is None:
                 return grown
             self.forced[violated] = "error would exceed the tolerance"
+
+    def _anchor_instead_of_a_seed(self) -> None:
+        """Keep the first layer's cotangent where that is far smaller than what a sweep starts from.
+
+        A pyramid's first state is larger than all that follows. A walk from there has it and its
+        cotangent side by side; with an anchor behind the first layer only the state is needed.
+        """
+        self._decide()
+        first = next((i for i, n in enumerate(self.nodes) if n.weights and not n.is_stem), None)
+        if first is None or self.nodes[first].is_scan or self.source[first] != "vijp":
+            return
+        before = [i for i, n in enumerate(self.nodes[:first]) if not n.is_aside]
+        seeds = [v for i in (*before, first) for v in self.through[i]]
+        others = [v for n in self.nodes[first + 1 :] for v in n.block.outputs]
+        kept = nbytes(*(v.aval for v in self.nodes[first].block.outputs))
+        seed = max((nbytes(v.aval) for v in seeds), default=0)
+        if 2 * kept <= seed and all(2 * nbytes(v.aval) <= seed for v in others):
+            self.forced[first] = "smaller than the cotangent that a sweep would start from"
 
     def _regular_anchors(self, every: int) -> None:
         count = 0

@@ -162,7 +162,7 @@ def _scalar(params: Any, x: Any, target: Any) -> Any:
 
 
 def _widened(params: Any, x: Any) -> Any:
-    """The paper's stem: "first upsampled to … channels"; here by a 1×1 convolution."""
+    """The paper's stem: "first upsampled to … channels"; here by a 1×1 convolution, and nothing else."""
     return lax.conv_general_dilated(
         x, params["stem"], (1,) * (x.ndim - 2), "VALID", dimension_numbers=_DIMS[x.ndim - 2]
     )
@@ -230,11 +230,8 @@ def pyramid(task: Task) -> Network:
         y = lax.conv_general_dilated(x, w, (2, 2), [(1, 1)] * 2, dimension_numbers=_DIMS[2])
         return act(y) + x[:, ::2, ::2] if residual else act(y)
 
-    def stem(params: Any, x: Any) -> Any:
-        return act(_widened(params, x))
-
     shape = (task.batch, task.length, task.length, 3)
-    return Network(init, shape, (task.batch, 1), layer, stem, _scalar)
+    return Network(init, shape, (task.batch, 1), layer, _widened, _scalar)
 
 
 def signal(task: Task) -> Network:
@@ -252,10 +249,7 @@ def signal(task: Task) -> Network:
         w = declare(w, "lower")
         return act(lax.conv_general_dilated(x, w, (1,), [(1, 1)], dimension_numbers=_DIMS[1]))
 
-    def stem(params: Any, x: Any) -> Any:
-        return act(_widened(params, x))
-
-    return Network(init, (task.batch, task.length, 3), (task.batch, 1), layer, stem, _scalar)
+    return Network(init, (task.batch, task.length, 3), (task.batch, 1), layer, _widened, _scalar)
 
 
 def isometric(task: Task) -> Network:

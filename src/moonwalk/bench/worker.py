@@ -7,6 +7,7 @@ the last line of standard output. With `--about` it prints what the device and t
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,7 @@ def about() -> dict[str, Any]:
         "jaxlib": version("jaxlib"),
         "moonwalk": own,
         "python": platform.python_version(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

@@ -21,7 +21,7 @@ def tasks(request: Request) -> list[Task]:
     isometric, signal = ISOMETRIC, SIGNAL
     if request.on_gpu:
         sizes, limit = common.Sizes(width=256, length=2048, batch=128), 24 * 10**9
-        steps = {"isometric": (32, 4096), "signal": (2, 1024)}
+        steps = {"isometric": (32, 2048), "signal": (2, 1024)}
     elif request.quick:
         sizes, limit = common.Sizes(width=8, length=64, batch=8), 2**20
         steps = {"isometric": (4, 256), "signal": (1, 64)}
