@@ -35,9 +35,10 @@ REFERENCES = {
     "same": "checkpointed backprop, same precision",
 }
 _PATIENCE = 20.0  # seconds after which no further run is begun
+BOUNDLESS = 1e38  # stands for errors that are not finite, which JSON has no word for
 NO_ROOM = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 _LONGEST = 2000  # characters of a message
-_CACHED = 2**28  # bytes of a gradient that is worth keeping
+_CACHED = 2**28  # bytes: more takes longer to read than to make
 
 
 def options() -> dict[str, str | bool]:
@@ -100,12 +101,13 @@ def precisely(precision: str) -> Any:
 
 
 def error(found: Any, truth: Any) -> float:
-    """‖found − truth‖ / ‖truth‖ over all leaves together, in float64."""
+    """‖found − truth‖ / ‖truth‖ over all leaves together, in float64; `BOUNDLESS` at most."""
     off = total = 0.0
     for a, b in zip(_pieces(found), _pieces(truth), strict=True):
         off += float(np.sum((a - b) ** 2))
         total += float(np.sum(b**2))
-    return float(np.sqrt(off / total)) if total else float(np.sqrt(off))
+    relative = float(np.sqrt(off / total)) if total else float(np.sqrt(off))
+    return relative if relative < BOUNDLESS else BOUNDLESS
 
 
 def _pieces(tree: Any) -> Iterable[np.ndarray]:
@@ -149,10 +151,10 @@ def failure(error: Exception) -> dict[str, str]:
 class Program:
     """The compiled gradient of a task, and what compiling it told."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, cache: Path | None = None):
         self.network = networks.make(task)
         types = self.network.types()
-        self.arguments = functools.cache(lambda: self.network.arguments(task.settings.get("seed", 0)))
+        self.arguments = functools.cache(lambda: arguments(task, self.network, cache))
         planned = self.arguments() if methods.needs_values(task.method) else types
         begun = time.perf_counter()
         self.run = compiled(methods.differentiate(task.method, self.network.loss, planned), *types)
@@ -167,7 +169,7 @@ class Program:
 
 
 def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
-    asked, program = task.settings, Program(task)
+    asked, program = task.settings, Program(task, cache)
     found, limit = program.found, asked.get("limit_bytes")
     if limit is not None and held(found) > limit:
         return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
@@ -181,7 +183,8 @@ def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
     found["peak_bytes"] = peak()
     kind = asked.get("reference")
     if kind is not None:
-        truth = cached(cache, task, lambda: reference(program.network, kind, task.precision, args))
+        make_truth = functools.partial(reference, program.network, kind, task.precision, args)
+        truth = cached(cache, _name(task, kind), make_truth)
         found |= {"gradient_error": error(gradients, truth), "reference": REFERENCES[kind]}
     return found
 
@@ -243,21 +246,33 @@ def bisect(needs: Callable[[int], int], limit: int, most: int) -> int:
     return low
 
 
-def cached(folder: Path | None, task: Task, compute: Callable[[], Any]) -> list[np.ndarray]:
-    """The leaves of a reference, from the disk where another method of the same network left them."""
-    if folder is None:
-        return jax.tree.leaves(compute())
+# --- what several measurements need -------------------------------------------------------------------
+
+
+def arguments(task: Task, network: networks.Network, cache: Path | None) -> Any:
+    """(params, x, target) on the device."""
+    leaves = cached(cache, _name(task), lambda: network.arguments(task.settings.get("seed", 0)))
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(network.types()), leaves))
+
+
+def _name(task: Task, reference: str = "") -> str:
+    """Of a network's arguments, or of its reference: the same for all methods, and for nothing else."""
     about = {k: v for k, v in task.to_dict().items() if k not in ("experiment", "method", "settings")}
-    about |= {k: task.settings.get(k) for k in ("seed", "reference")} | {"jax": jax.__version__}
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
-    path = folder / f"{name}.npz"
-    if path.is_file():
+    about |= {"seed": task.settings.get("seed"), "reference": reference, "jax": jax.__version__}
+    about["source"] = Path(networks.__file__).read_text()
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def cached(folder: Path | None, name: str, compute: Callable[[], Any]) -> list[Any]:
+    """The leaves of what `compute` makes, from the disk where an earlier measurement left them."""
+    path = None if folder is None else folder / f"{name}.npz"
+    if path is not None and path.is_file():
         with np.load(path) as file:
             return [file[f"arr_{i}"] for i in range(len(file.files))]
     leaves = jax.tree.leaves(compute())
-    if sum(a.nbytes for a in leaves) <= _CACHED:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{name}.npz"
-        np.savez(partial, *leaves)
+    if path is not None and sum(a.nbytes for a in leaves) <= _CACHED:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{name}.npz")
+        np.savez(partial, *map(np.asarray, leaves))
         partial.replace(path)
     return leaves

@@ -36,7 +36,9 @@ def tasks(request: Request) -> list[Task]:
     found += [make(variant, method, depth=depths[-1]) for method in others]
     if request.residual:
         return found
-    found += [make(kind, "moonwalk-as-printed", depth=depths[-1]) for kind in printed]
+    # In TF32 backpropagation is off, too, and methods are judged by what they add.
+    beside = ("moonwalk-as-printed", "backprop") if request.on_gpu else ("moonwalk-as-printed",)
+    found += [make(kind, method, depth=depths[-1]) for kind in printed for method in beside]
     return [*found, make(printed[0], "moonwalk", depth=depths[-1])]
 
 

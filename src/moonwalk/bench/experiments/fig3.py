@@ -38,6 +38,8 @@ def tasks(request: Request) -> list[Task]:
         for slope in slopes
         for span in aligned
     ]
+    if request.on_gpu:  # in TF32 backpropagation is off, too, and methods are judged by what they add
+        found += [make(s, "backprop", depth=depths[-1]) for s in slopes if s != STABLE]
     return [*found, make(slopes[0], "moonwalk", depth=depths[-1])]
 
 
