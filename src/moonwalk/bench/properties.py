@@ -106,7 +106,11 @@ def forward(method: str) -> dict[str, Any]:
     truth = jax.jit(jax.grad(_network(_leaky, lambda x: jnp.roll(x, 3, axis=1))))(*args)
     try:
         loss = _network(_leaky, _turned)
-        found = jax.jit(methods.differentiate(method, loss, args))(*args)[1]
+        fun = methods.differentiate(method, loss, args)
+        if method in ESTIMATES:  # what it returns is no matter here, only that it does
+            jax.eval_shape(fun, *args)
+            return {"forward": True, "forward_why": "an estimate"}
+        found = jax.jit(fun)(*args)[1]
     except (ValueError, MoonwalkError) as refusal:
         if NO_REVERSE not in str(refusal) and not isinstance(refusal, MoonwalkError):
             raise
@@ -120,10 +124,12 @@ def forward(method: str) -> dict[str, Any]:
 def submersive(method: str) -> dict[str, Any]:
     loss, args = _network(jnp.abs), (_weights(16, 8, 4), *_data(16, 4))
     try:
-        found = jax.jit(methods.differentiate(method, loss, args))(*args)[1]
+        fun = methods.differentiate(method, loss, args)
+        if method in ESTIMATES:
+            jax.eval_shape(fun, *args)
+            return {"submersive": True, "submersive_why": "an estimate"}
+        found = jax.jit(fun)(*args)[1]
     except MoonwalkError as refusal:
         return {"submersive": False, "submersive_why": str(refusal).splitlines()[0]}
-    if method in ESTIMATES:  # an estimate, which takes the network as it is
-        return {"submersive": True, "submersive_why": "an estimate"}
     error = measuring.error(found, jax.jit(jax.grad(loss))(*args))
     return {"submersive": error <= EXACT, "submersive_why": f"off by {error:.0e}"}

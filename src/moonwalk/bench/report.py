@@ -159,17 +159,11 @@ def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     )
 
 
-_TONES = {
-    "wrong": "bad",
-    "as the paper": "good",
-    "exact": "good",
-    "less": "fair",
-    "more": "poor",
-    "oom": "poor",
-    "out of memory": "poor",
-    "timeout": "poor",
-    "error": "poor",
-    "refused": "fair",
+_TONES = {  # of what a cell begins with, after a number perhaps
+    "wrong|unlike the paper": "bad",
+    "as the paper|same|none|exact": "good",
+    "less|refused": "fair",
+    "more|oom|out of memory|timeout|took too long|error|failed": "poor",
 }
 
 
@@ -179,7 +173,8 @@ def _cell(column: str, content: Any) -> str:
     if isinstance(content, int | float) and not isinstance(content, bool):
         return f'<td class="number">{html.escape(text.cell(column, content))}</td>'
     said = str(content)
-    tone = next((t for word, t in _TONES.items() if said.lower().startswith(word)), "")
+    tones = (t for words, t in _TONES.items() if re.match(rf"(-?[\d.]+ )?({words})\b", said.lower()))
+    tone = next(tones, "")
     numeric = not tone and said[:1].isdigit()
     return f'<td class="{tone or ("number" if numeric else "")}">{html.escape(said)}</td>'
 
