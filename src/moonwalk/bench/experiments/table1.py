@@ -285,7 +285,7 @@ _CAPTIONS = {
 # Why a figure differs, where that is known.
 WHY = {
     ("time", "width", "less"): "In n, the term n d: the paper counts ∂x/∂θ as a full n × d matrix, n³ "
-    "products for a dense layer. A parameter of a dense layer meets one output, and that vjp takes d = n².",
+    "products for a dense layer. A parameter of a dense layer meets one output: that vjp takes d = n².",
 }
 
 
