@@ -16,7 +16,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo bench-engine bench-variants bench-fragments bench-isometric bench-reversible fig4 clean
+.PHONY: help venv test test-all test-latest lint format lock demo bench bench-engine bench-variants bench-fragments bench-isometric bench-reversible fig4 clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -67,6 +67,9 @@ lock: ## Resolve the dependencies anew and rewrite the locks (needs Python 3.11 
 
 demo: venv ## Train a network on MNIST-1D by backpropagation and by Moonwalk
 	$(BIN)/python examples/demo.py
+
+bench: venv ## Measure every method side by side, into build/bench; ARGS="--all --quick" for little
+	$(BIN)/moonwalk bench $(or $(ARGS),--all) --out build/bench
 
 bench-engine: venv ## Measure the engine beside backpropagation and checkpointing
 	@mkdir -p build

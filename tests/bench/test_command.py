@@ -64,7 +64,7 @@ def test_the_screen(tmp_path):
     assert done.exit_code == 0, done.output
     assert experiments.load("fig2").TITLE in done.output
     words = " ".join(done.output.split())
-    assert "pyramid (identity, slope 0.25), moonwalk, depth 5" in words
+    assert "pyramid (identity, slope 0.25), moonwalk, depth 6" in words
     assert "1.0 MiB" in words and "1.0e-06" in words
     assert {p.name for p in tmp_path.iterdir()} == {"fig2.json", "fig2.csv", "pareto.json", "pareto.csv"}
     again = run("fig2", "--out", tmp_path)
@@ -75,7 +75,7 @@ def test_the_screen(tmp_path):
 def test_plain_lines(tmp_path, capsys):
     plain.main(["fig2", "--quick", "--only", "backprop", "--out", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "[2/2] fig2: pyramid (identity, slope 0.25), backprop, depth 5" in said
+    assert "[2/2] fig2: pyramid (identity, slope 0.25), backprop, depth 6" in said
     assert "method    depth  gradient" in said
     plain.main(["fig2", "--quick", "--only", "backprop", "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("(had)") == 2

@@ -147,5 +147,5 @@ def test_images_are_learned(tmp_path):
     task = module.tasks(Request(quick=True, data=str(tmp_path / "bright.npz")))[0]
     task = dataclasses.replace(task, batch=16).with_settings(examples=[64, 32])
     found = module.measure(task)
-    assert found["parameters"] > 0 and found["extra"]["data"] == "bright"
+    assert found["parameters"] > 0 and found["extra"]["data"] == "bright, first 64 and 32"
     assert [epoch for epoch, _ in found["extra"]["curve"]] == [1, 2]

@@ -99,6 +99,29 @@ def test_failures_are_results(error, status, message):
     assert measuring.failure(error) == {"status": status, "message": message}
 
 
+def test_times_are_known_where_the_reference_fails(monkeypatch):
+    def fail(*_):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(measuring, "reference", fail)
+    found = measuring.measure(by("backprop", reference="highest"))
+    assert found["seconds"]["runs"] == 2 and "gradient_error" not in found
+    assert found["message"] == "no reference: MemoryError: too large"
+
+
+def test_sizes_that_do_not_even_compile_are_too_large(monkeypatch):
+    class Program:
+        def __init__(self, task):
+            if task.depth > 10:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            self.found = {"temp_bytes": task.depth, "argument_bytes": 0, "output_bytes": 0}
+
+    monkeypatch.setattr(measuring, "Program", Program)
+    asked = {"over": "depth", "step": 2, "most": 64}
+    found = measuring.measure(by("backprop", search=asked, limit_bytes=1000))
+    assert found["extra"]["largest"] == 10
+
+
 def test_memory_is_known_where_a_run_fails(monkeypatch):
     def fail(*_):
         raise MemoryError

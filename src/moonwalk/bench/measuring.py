@@ -184,7 +184,10 @@ def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
     kind = asked.get("reference")
     if kind is not None:
         make_truth = functools.partial(reference, program.network, kind, task.precision, args)
-        truth = cached(cache, _name(task, kind), make_truth)
+        try:
+            truth = cached(cache, _name(task, kind), make_truth)
+        except Exception as stopped:  # what was measured stays measured
+            return {**found, "message": f"no reference: {failure(stopped)['message']}"}
         found |= {"gradient_error": error(gradients, truth), "reference": REFERENCES[kind]}
     return found
 
@@ -203,7 +206,12 @@ def largest(task: Task) -> dict[str, Any]:
     def needs(steps: int) -> int:
         if steps not in found:
             one = replace(task, **{asked["over"]: steps * asked["step"]})
-            found[steps] = Program(one).found
+            try:
+                found[steps] = Program(one).found
+            except Exception as stopped:  # too large even for the compiler
+                if failure(stopped)["status"] != "oom":
+                    raise
+                found[steps] = {"temp_bytes": 2**60, "argument_bytes": 0, "output_bytes": 0}
         return held(found[steps])
 
     best = bisect(needs, limit, asked["most"] // asked["step"])

@@ -23,12 +23,12 @@ def tasks(request: Request) -> list[Task]:
         sizes, limit = common.Sizes(width=256, length=2048, batch=128), 24 * 10**9
         steps = {"isometric": (32, 2048), "signal": (2, 1024)}
     elif request.quick:
-        sizes, limit = common.Sizes(width=8, length=64, batch=8), 2**20
+        sizes, limit = common.Sizes(width=8, length=64, batch=8), 2**19
         steps = {"isometric": (4, 256), "signal": (1, 64)}
         isometric, signal = ("backprop", "checkpoint", "moonwalk"), ()
     else:
-        sizes, limit = common.Sizes(width=16, length=256, batch=16), 16 * 2**20
-        steps = {"isometric": (8, 1024), "signal": (2, 256)}
+        sizes, limit = common.Sizes(width=16, length=256, batch=16), 8 * 2**20
+        steps = {"isometric": (8, 1024), "signal": (2, 512)}
     limit = request.limit_bytes or limit
     found = []
     for network, variant, names in (("isometric", "", isometric), ("signal", "slope 0.3", signal)):

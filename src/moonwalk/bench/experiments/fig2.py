@@ -23,7 +23,7 @@ def tasks(request: Request) -> list[Task]:
     if request.on_gpu:
         sizes, depths = common.Sizes(width=128, length=256, batch=128), (1, 4, 8)
     elif request.quick:
-        sizes, depths = common.Sizes(width=16, length=32, batch=8), (2, 5)
+        sizes, depths = common.Sizes(width=16, length=64, batch=8), (2, 6)
         others, printed = ("checkpoint",), PRINTED[:1]
     else:
         sizes, depths = common.Sizes(width=32, length=64, batch=16), (1, 2, 3, 4, 6)
