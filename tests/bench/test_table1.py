@@ -1,6 +1,7 @@
 """Table 1: exponents, verdicts and the experiments behind its columns."""
 
 import math
+import re
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from moonwalk.bench.growth import Size
 from moonwalk.bench.tasks import Request, Task
 
 ALL = list(table1.ORDERS)
+pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
 
 # --- what is asked for --------------------------------------------------------------------------------
@@ -101,6 +103,14 @@ def test_columns_are_the_papers(method):
     assert found["submersive"] is submersive
     if method == "reversible":
         assert "cannot be inverted" in found["submersive_why"]
+    if method in properties.WALKS:
+        assert re.fullmatch(r"off by \de-0\d, \d+ blocks walked", found["submersive_why"])
+
+
+def test_a_gradient_that_was_not_walked_for_shows_nothing(monkeypatch):
+    monkeypatch.setattr(properties, "WIDTHS", (16, 8, 4))  # too little to be worth a walk
+    found = properties.submersive("moonwalk")
+    assert found["submersive"] is False and "0 blocks walked" in found["submersive_why"]
 
 
 @pytest.mark.slow

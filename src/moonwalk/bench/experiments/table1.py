@@ -317,7 +317,7 @@ def _columns(records: Sequence[Record]) -> Table:
         f"Variance: of ProjectedForward over keys; the others' programs are run again.{estimate}",
         "Forward: the method differentiates a network with a layer that has no reverse mode, a loop "
         "that runs until its data says so.",
-        "Submersive: the gradient of a network of 16 → 8 → 4 features with |x| is exact, or refused.",
+        "Submersive: the gradient of a network from 16 features to 4, with |x|, is exact, or refused.",
     )
     return Table("The other columns", ("method", "variance", "forward only", "submersive"), rows, notes)
 
