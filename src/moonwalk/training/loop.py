@@ -312,8 +312,8 @@ def _stop(
     if not isinstance(settings, Moonwalk):
         raise InexactError(
             f"{where}the certificate {float(metrics.certificate[applied]):.1e} exceeds the tolerance "
-            f"{trainer.tolerance:.1e}. Nothing of this step was applied.{kept} Use moonwalk.Moonwalk(), or "
-            f"allow more ({type(settings).__name__}(tolerance=...))."
+            f"{trainer.tolerance:.1e}. Nothing of this step was applied.{kept} Use moonwalk.Moonwalk(), "
+            f"or allow more ({type(settings).__name__}(tolerance=...))."
         )
     raise InexactError(
         f"{where}the certificate {float(metrics.certificate[applied]):.1e} exceeds the tolerance "
