@@ -71,6 +71,15 @@ def test_a_gradient_that_is_wrong_is_shown_as_wrong():
         assert measuring.error({"w": np.full(3, bad)}, {"w": np.ones(3)}) == measuring.BOUNDLESS
 
 
+def test_an_overflow_of_the_network_is_nobodys_fault(monkeypatch):
+    monkeypatch.setattr(measuring, "reference", lambda *_: {"w": np.array([1.0, np.nan])})
+    found = measuring.measure(by("backprop", reference="float64"))
+    assert (
+        np.isnan(found["gradient_error"])
+        and found["message"] == "the reference is not finite: an overflow"
+    )
+
+
 def test_memory_alone_and_limits():
     found = measuring.measure(by("backprop", run=False))
     assert found["temp_bytes"] > 0 and "seconds" not in found
