@@ -216,29 +216,72 @@ def vijp():
     return result("vijp", [record("vijp", "vijp", network="rules", extra={"cases": cases})])
 
 
-ORDERS = {
+ORDERS = {  # of memory and of time in the depth
     "backprop": (1, 1),
     "checkpoint": (0.5, 1),
     "forward": (0, 2),
+    "projected-forward": (0.6, 1),
+    "reversible": (0, 1),
+    "pure-forward-per-example": (0, 1),
     "moonwalk": (0.9, 1),
-    "pure-forward": (0, 1),
+    "moonwalk-checkpoint": (0.4, 1.5),
 }
 
 
 def table1():
     records = []
     for i, (method, (memory, time)) in enumerate(ORDERS.items()):
-        points = [
-            {
-                "axis": axis,
-                "size": size,
-                "temp_bytes": int((i + 2) * 2**20 * size ** (memory if axis == "depth" else 1)),
-                "seconds": {"median": 1e-3 * size**time, "low": 1e-3, "high": 1.0, "runs": 3},
-            }
-            for axis in ("depth", "width", "parameters", "batch")
-            for size in (4, 8, 16)
-        ]
-        records.append(record("table1", method, network="dense", extra={"points": points}))
+        in_depth = {"depth": (memory, time), "parameters": (0, 1)}
+        points = []
+        for axis in ("depth", "width", "parameters", "batch"):
+            kept, grown = in_depth.get(axis, (1, 1 if axis == "batch" else 2))
+            for size in (4, 8, 16):
+                low = 1e-3 * (i + 1) * size**grown
+                points.append(
+                    {
+                        "axis": axis,
+                        "size": size,
+                        "temp_bytes": int((i + 2) * 2**20 * size**kept),
+                        "seconds": {"median": 1.1 * low, "low": low, "high": 2 * low, "runs": 3},
+                    }
+                )
+        extra = {
+            "points": points,
+            "variance": 0.0,
+            "forward": "forward" in method,
+            "submersive": method != "reversible",
+            "submersive_why": "off by 1e-07",
+        }
+        if method == "projected-forward":
+            extra |= {"variance": 34.0, "variance_parameters": 32, "variance_keys": 400, "bias": 0.3}
+        found = record("table1", method, network="growing", extra=extra, measure="growth")
+        if method in ("projected-forward", "forward"):
+            found["gradient_error"] = 150.0 if method == "projected-forward" else 1e-7
+        records.append(found)
+    kept = {
+        "network": "dense",
+        "variant": "abs",
+        "depth": 64,
+        "m_x_bytes": 2**20,
+        "m_theta_bytes": 2**25,
+    }
+    networks = [kept | {"backprop_bytes": b} for b in (2**25, 5 * 2**19, 2**20)]
+    records.append(
+        record("table1", "moonwalk", network="all", extra={"networks": networks}, measure="residuals")
+    )
+    crossing = [
+        {"axis": axis, "x": x, "method": method, "temp_bytes": size}
+        for axis, method, sizes in (
+            ("depth", "moonwalk-as-printed", {1024: 2, 16384: 32}),
+            ("depth", "checkpoint", {1024: 4, 16384: 16}),
+            ("ratio", "moonwalk-as-printed", {4.0: 1, 16.0: 1}),
+            ("ratio", "checkpoint", {4.0: 2, 16.0: 2}),
+        )
+        for x, size in sizes.items()
+    ]
+    records.append(
+        record("table1", "moonwalk-as-printed", 64, extra={"crossing": crossing}, measure="crossovers")
+    )
     return result("table1", records)
 
 

@@ -59,7 +59,7 @@ def test_tables_and_notes(text):
     assert '<td class="good">as the paper</td>' in text
     assert '<td class="fair">less: it is &lt;sparse&gt;</td>' in text
     assert '<td class="poor">more</td>' in text
-    assert '<td class="none">–</td>' in text
+    assert '<td class="none number">–</td>' in text
     assert "Slopes over the largest sizes." in text
 
 

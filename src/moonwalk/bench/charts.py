@@ -409,8 +409,7 @@ def _ratios(records: Sequence[Record]) -> list[Row]:
         )
         colour = _GREEN if ratio <= 1.1 else _ORANGE if ratio <= 2 else _RED
         wrong = case["error"] > case["tolerance"]
-        low = case["vijp"]["low"] / case["vjp"]["high"]
-        high = case["vijp"]["high"] / case["vjp"]["low"]
+        low, high = (case["vijp"][end] / case["vjp"]["median"] for end in ("low", "high"))
         point = Point(case["name"], ratio, text, low, high, wrong)
         series.append(Series(case["name"], Style(colour), (point,)))
     if not series:

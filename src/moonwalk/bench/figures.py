@@ -93,6 +93,8 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
         if row.title:
             part.suptitle(row.title, fontsize=9.5, color="#555555", x=0.01, ha="left")
         axes = part.subplots(1, len(row.panels), squeeze=False)[0]
+        # Room for the name of a line across bars, in all panels alike.
+        pad = 16 if any(p.kind == "bars" and p.reference for p in row.panels) else 6
         for axis, panel in zip(axes, row.panels, strict=True):
             _DRAW[panel.kind](axis, panel)
             if (
@@ -101,9 +103,7 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
                 and _names_of(panel) == _names_of(row.panels[0])
             ):
                 axis.set_yticklabels([])  # they stand at the first
-            axis.set_title(
-                panel.title, loc="left", pad=16 if panel.kind == "bars" and panel.reference else 6
-            )
+            axis.set_title(panel.title, loc="left", pad=pad)
             placed.append((axis, panel))
     strip = 0.24 / figure.get_figheight()  # below everything, for where it was measured
     if not _legend(figure, found):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TOLERANCE = 1e-2
+TOLERANCE = 2e-2
 """The error that a method may add to backpropagation's own at the same precision."""
 
 ESTIMATES = ("projected-forward",)

@@ -49,7 +49,7 @@ def plot(panel: Panel) -> dict[str, Any]:
     ):
         decades = math.log10(max(values) / min(values)) if log else 0
         if decades > 2:  # otherwise Plotly labels 2 and 5 as well
-            axis["dtick"] = math.ceil(decades / 7)
+            axis["dtick"] = math.ceil(decades / (4 if panel.kind == "bars" else 7))
     return {"data": traces, "layout": layout}
 
 
@@ -62,10 +62,10 @@ def _room(panel: Panel) -> list[float]:
     """The range of bars, with room for what stands behind them."""
     values = _values(panel, True)
     if not panel.log_x:
-        return [0, 1.3 * max(values)]
+        return [0, 1.4 * max(values)]
     low, high = math.log10(min(values)), math.log10(max(values))
-    pad = 0.3 * max(high - low, 0.3)
-    return [low - pad, high + pad]
+    span = max(high - low, 0.3)
+    return [low - 0.3 * span, high + 0.5 * span]
 
 
 _Drawn = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]

@@ -125,7 +125,8 @@ def _section(result: Mapping[str, Any], tables: Sequence[Table], plots: list[dic
     for row in found.rows if found else ():
         if row.title:
             parts.append(f"<h3>{html.escape(row.title)}</h3>")
-        parts.append('<div class="row">' if len(row.panels) % 2 else '<div class="row even">')
+        wide = len(row.panels) % 2 == 0 or row.panels[0].kind == "bars"
+        parts.append('<div class="row even">' if wide else '<div class="row">')
         for panel in row.panels:
             plots.append({"id": f"plot-{len(plots)}", **plot(panel)})
             height = 140 + 26 * len(panel.series) if panel.kind == "bars" else 360
@@ -144,44 +145,37 @@ def table(given: Table) -> str:
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    body = [[_cell(*pair) for pair in zip(columns, row, strict=True)] for row in rows]
-    right = [
-        all(row[i].startswith(('<td class="number', '<td class="none')) for row in body)
-        for i in range(len(columns))
-    ]
-    head = "".join(
-        f'<th class="{"number" if r else ""}">{html.escape(c)}</th>'
-        for c, r in zip(columns, right, strict=True)
-    )
-    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in body)
+    """Columns of numbers stand right, others left."""
+    right = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
+    cells = zip(columns, right, strict=True)
+    head = "".join(f'<th class="{"number" if r else ""}">{html.escape(c)}</th>' for c, r in cells)
+    lines = ("<tr>" + "".join(map(_cell, columns, row, right)) + "</tr>" for row in rows)
     return (
-        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+        f'<div class="table"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 
-_TONES = {
-    "wrong": "bad",
-    "as the paper": "good",
-    "exact": "good",
-    "less": "fair",
-    "more": "poor",
-    "oom": "poor",
-    "out of memory": "poor",
-    "timeout": "poor",
-    "error": "poor",
-    "refused": "fair",
+def _is_number(content: Any) -> bool:
+    return content is None or isinstance(content, int | float) or str(content)[:1].isdigit()
+
+
+_TONES = {  # of what a cell begins with, after a number perhaps
+    "wrong|unlike the paper": "bad",
+    "as the paper|same|none|exact": "good",
+    "less|refused": "fair",
+    "more|oom|out of memory|timeout|took too long|error|failed": "poor",
 }
 
 
-def _cell(column: str, content: Any) -> str:
+def _cell(column: str, content: Any, right: bool) -> str:
+    place = "number" if right else ""
     if content is None:
-        return '<td class="none">–</td>'
-    if isinstance(content, int | float) and not isinstance(content, bool):
-        return f'<td class="number">{html.escape(text.cell(column, content))}</td>'
-    said = str(content)
-    tone = next((t for word, t in _TONES.items() if said.lower().startswith(word)), "")
-    numeric = not tone and said[:1].isdigit()
-    return f'<td class="{tone or ("number" if numeric else "")}">{html.escape(said)}</td>'
+        return f'<td class="none {place}">–</td>'
+    said = text.cell(column, content)
+    tones = (t for words, t in _TONES.items() if re.match(rf"(-?[\d.]+ )?({words})\b", said.lower()))
+    tone = "" if isinstance(content, int | float) else next(tones, "")
+    return f'<td class="{tone or place}">{html.escape(said)}</td>'
 
 
 def _records(result: Mapping[str, Any]) -> str:

@@ -53,14 +53,14 @@ def compact(table: Table) -> Table:
 
 
 def lines(table: Table) -> list[str]:
-    """A table with aligned columns."""
+    """A table with aligned columns, and its notes."""
     rows = [[cell(c, v) for c, v in zip(table.columns, row, strict=True)] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(table.columns, *rows, strict=True)]
 
     def aligned(cells: Sequence[str]) -> str:
         return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
 
-    return [table.title, aligned(table.columns), *map(aligned, rows)]
+    return [table.title, aligned(table.columns), *map(aligned, rows), *table.notes]
 
 
 class Lines:

@@ -77,9 +77,17 @@ class Screen:
 
 
 def as_rich(table: Table) -> RichTable:
-    found = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    notes = "\n".join(table.notes) or None
+    found = RichTable(
+        title=table.title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        caption=notes,
+        caption_justify="left",
+    )
     for i, column in enumerate(table.columns):
-        found.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        worded = i > 0 and any(isinstance(row[i], str) for row in table.rows)
+        found.add_column(column, justify="left" if i == 0 or worded else "right", no_wrap=not worded)
     for row in table.rows:
         found.add_row(*(text.cell(c, v) for c, v in zip(table.columns, row, strict=True)))
     return found
