@@ -35,7 +35,7 @@ def tasks(request: Request) -> list[Task]:
         if request.quick:
             settings |= {"epochs": 2, "widths": [8, 16], "examples": [2000, 1000]}
     else:
-        network, depth, width, batch = STAND_IN, 8, 32, 128
+        network, depth, width, batch = STAND_IN, 6, 16, 128
         settings = {"steps": 300}
         if request.quick:
             depth, width, settings, pivots = 4, 16, {"steps": 100}, ("free", "lower")
