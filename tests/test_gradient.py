@@ -259,9 +259,7 @@ def test_settings_are_checked(settings, words):
 
 def test_inputs_must_be_differentiated():
     method = mw.Moonwalk(inputs=(1,))
-    with pytest.raises(
-        ValueError, match=r"inputs=\(1,\)\): argument 1 is not differentiated; argnums=0"
-    ):
+    with pytest.raises(ValueError, match=r"inputs=\(1,\): argument 1 is not differentiated; argnums=0"):
         mw.grad(looped, method=method)(LAYERS, X)
     assert mw.Moonwalk(inputs=1) == method
 

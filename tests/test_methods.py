@@ -12,6 +12,7 @@ from jax import lax
 from marks import slow, some
 
 import moonwalk as mw
+from moonwalk import compat
 
 EXACT = {
     "backprop": mw.Backprop(),
@@ -407,3 +408,107 @@ def test_reversible_notices_that_rounding_took_the_state():
 
     with pytest.raises(mw.InexactError, match="did not arrive at the state.*use moonwalk.Moonwalk"):
         mw.grad(loss, method=mw.Reversible())(ws, x)
+
+
+WS = list(jax.random.orthogonal(jax.random.key(1), 6, shape=(4,)))
+X = jax.random.normal(jax.random.key(2), (64, 6))
+
+
+@jax.custom_vjp
+def turned_back(x):
+    return x
+
+
+turned_back.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: x + jnp.floor(x / 6 + 0.5),
+        lambda x: x + lax.stop_gradient(x),
+        lambda x: x - 0.01 * jnp.sign(x),
+        lambda x: x + 0.05 * jnp.sin(x),
+        turned_back,
+    ],
+    ids=["floor", "stop_gradient", "sign", "sin", "gradient reversal"],
+)
+def test_reversible_takes_no_constant_derivative_for_an_affine_function(odd):
+    def loss(ws, x):
+        return jnp.sum((odd(jax.nn.leaky_relu(x @ ws[0], 0.5) @ ws[1]) @ ws[2] @ ws[3]) ** 4)
+
+    with pytest.raises(mw.NotInvertibleError, match="no inverse is known"):
+        mw.grad(loss, method=mw.Reversible())(WS, X)
+
+
+def test_reversible_memory_does_not_grow_in_a_loop_of_affine_layers():
+    def loss(ws, x):
+        for w in ws:
+            x = jax.nn.leaky_relu(x @ mw.declare(w, "orthogonal") + 1, 0.5)
+        return jnp.sum(x)
+
+    def temporaries(depth):
+        ws = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * depth
+        x = jax.ShapeDtypeStruct((4096, 16), jnp.float32)
+        lowered = jax.jit(mw.grad(loss, method=mw.Reversible())).lower(ws, x)
+        options = compat.barrier_options() or None
+        return lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16) < temporaries(4) + 4096 * 16 * 4
+
+
+def test_reversible_looks_past_bystanders():
+    def loss(ws, x):
+        seen = []
+        for w in ws:
+            x = jax.nn.leaky_relu(x @ mw.declare(w, "orthogonal"), 0.5)
+            seen.append(lax.stop_gradient(x).mean())
+        x, ys = lax.scan(
+            lambda x, w: ((y := x @ mw.declare(w, "orthogonal")), lax.stop_gradient(y).mean()),
+            x,
+            jnp.stack(ws),
+        )
+        return jnp.sum(jnp.sin(x)), (seen, ys)
+
+    found, (seen, ys) = jax.jit(mw.grad(loss, has_aux=True, method=mw.Reversible()))(WS, X)
+    truth, (true_seen, true_ys) = jax.grad(loss, has_aux=True)(WS, X)
+    assert off(found, truth) < 1e-11
+    np.testing.assert_allclose(seen, true_seen, rtol=1e-10)
+    np.testing.assert_allclose(ys, true_ys, rtol=1e-10)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize(
+    "method", [mw.Checkpoint("recursive"), mw.Checkpoint("block"), mw.Reversible()], ids=str
+)
+def test_short_scans_and_single_layers(length, method):
+    def loss(ws, x):
+        return jnp.sum(jnp.tanh(lax.scan(lambda x, w: (x @ w, None), x, ws[:length])[0] @ ws[0]))
+
+    ws = jnp.stack(WS)
+    if length or isinstance(method, mw.Checkpoint):
+        np.testing.assert_allclose(
+            mw.grad(loss, method=method)(ws, X), jax.grad(loss)(ws, X), rtol=1e-9, atol=1e-12
+        )
+    else:
+        with pytest.raises(mw.NotInvertibleError, match="it has no layers"):
+            mw.grad(loss, method=method)(ws, X)
+    single = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    np.testing.assert_allclose(
+        mw.grad(single, method=method)(WS[0], X), jax.grad(single)(WS[0], X), rtol=1e-12
+    )
+
+
+def test_directions_of_any_size_and_kind():
+    truth = jax.grad(looped, has_aux=True)(*network())[0]
+    for scale in (1e-200, 1e200):
+        guess = jax.tree.map(lambda a, s=scale: a * s, truth)
+        method = mw.ProjectedForward(0, samples=0, direction=guess)
+        assert off(mw.grad(looped, has_aux=True, method=method)(*network())[0], truth) < 1e-11
+    with pytest.raises(ValueError, match="direction is a prediction"):
+        mw.grad(lambda a, b: a * b, (0, 1), method=mw.ProjectedForward(0, direction=1.0))(1.0, 2.0)
+    for key in (1j, [1, 2], np.float32(1.5), np.True_, jnp.ones(2)):
+        with pytest.raises(TypeError, match="key takes a jax.random key"):
+            mw.ProjectedForward(key)
+    rbg, other = (mw.ProjectedForward(jax.random.key(0, impl=i)) for i in ("rbg", "unsafe_rbg"))
+    assert rbg != other

@@ -5,6 +5,7 @@ Each returns what the engine returns: (loss and auxiliary outputs, gradients of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +55,11 @@ def projected(
             for d, leaf in zip(direction, leaves, strict=True)
             for part in _real_parts(jnp.conj(d).astype(leaf.dtype))
         ]
-        size = jnp.sqrt(_dot(given, given))
-        safe = jnp.where(size > 0, size, 1)
-        unit = [a / safe.astype(a.dtype) for a in given]
+        # By the largest entry first, whose square might overflow.
+        for size in (_largest, lambda a: jnp.sqrt(_dot(a, a))):
+            found = size(given)
+            given = [a / jnp.where(found > 0, found, 1).astype(a.dtype) for a in given]
+        unit = given
         total = along(unit)
 
     def sample(total: Any, key: Any) -> Any:
@@ -103,6 +106,10 @@ def _joined(leaves: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
 def _as_gradients(leaves: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
     """JAX's convention: of a complex leaf a + ib it is ∂J/∂a − i ∂J/∂b."""
     return [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in _joined(leaves, parts)]
+
+
+def _largest(parts: Sequence[Any]) -> Any:
+    return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a), initial=0) for a in parts])
 
 
 def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:

@@ -64,10 +64,11 @@ def in_segments(cut: Trunk, costs: Sequence[NodeCost], asked: int | str) -> Choi
         segments = _halves(cut, units) if units else []
     else:
         count = {"sqrt": round(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
-        if count > depth:
+        if count > max(1, depth):
             raise ValueError(
                 f"Checkpoint(segments={asked}): the network has {depth} layers, too few for {count} "
-                "segments; ask for fewer, or for segments=None"
+                "segments; ask for fewer, or for segments=None (a scan that prints is one layer; a "
+                "network whose input is differentiated is one only if that is named in inputs=)"
             )
         segments = _evenly(cut, units, -(-depth // max(1, count)))
     inside = [_scan_bytes(s, costs) for s in segments]
@@ -131,7 +132,8 @@ def _halves(cut: Trunk, units: Sequence[Unit]) -> list[Segment]:
             return [Plain(cut, unit.start, unit.stop)]
         # Two halves each, and a layer where that leaves one over: code grows with the levels alone.
         periods = tuple(unit.layers >> k for k in range(1, unit.layers.bit_length()))
-        return [Plain(cut, unit.start, unit.stop, {unit.start: periods}, recomputed=False)]
+        keeps = {unit.start: periods} if periods else None
+        return [Plain(cut, unit.start, unit.stop, keeps, recomputed=False)]
     middle = _middle([u.layers for u in units])
     result: list[Segment] = []
     for half in (units[:middle], units[middle:]):
@@ -155,9 +157,13 @@ def _scan_bytes(segment: Segment, costs: Sequence[NodeCost]) -> int:
             (eqn,) = leaf.trunk.nodes[place].block.eqns
             first, carries = compat.scan_counts(eqn)[:2]
             state = nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
+            length = max(1, eqn.params["length"])
             inner = sum(-(-a // b) for a, b in itertools.pairwise(periods))
-            layer = costs[place].backprop // max(1, eqn.params["length"])
-            result = max(result, inner * state + periods[-1] * layer)
+            layer = costs[place].backprop // length
+            # Every level has its own copy of what its layers read, and of the gradients of that.
+            read = nbytes(*(v.aval for v in eqn.invars[first + carries :])) // length
+            copies = 2 * read * sum(periods[:-1])
+            result = max(result, inner * state + min(periods) * layer + copies)
     return result
 
 

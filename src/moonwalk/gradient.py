@@ -227,11 +227,11 @@ class Call:
 
     # -- staging ---------------------------------------------------------------------------------
     def stage(self, inputs: Sequence[int]) -> engine.Staging:
+        inputs = [i % len(self.args) if -len(self.args) <= i < 0 else i for i in inputs]
         for i in inputs:
             if i not in self.numbers:
                 raise ValueError(
-                    f"Moonwalk(inputs={tuple(inputs)}): argument {i} is not differentiated; "
-                    f"argnums={self.argnums}"
+                    f"inputs={tuple(inputs)}: argument {i} is not differentiated; argnums={self.argnums}"
                 )
         count = len(self.leaves)
         is_input: list[bool] = []
@@ -389,7 +389,8 @@ class Call:
         """The leaves of a predicted gradient."""
         if method.direction is None:
             return None
-        given = (method.direction,) if self.single else tuple(method.direction)
+        given = method.direction
+        given = (given,) if self.single else tuple(given) if isinstance(given, list | tuple) else given
         leaves, tree = jax.tree.flatten(given)
         if tree != self.tree or [jnp.shape(a) for a in leaves] != [jnp.shape(a) for a in self.leaves]:
             raise ValueError(

@@ -22,13 +22,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import certificate, compat, registry
 from .bodies import Body, open_body
 from .graph import Block
 from .ledger import Ledger
+from .linearity import is_linear
 from .registry import Rule, State, Verdict
-from .residuals import Residual, nbytes
+from .residuals import nbytes
 from .scans import ScanStep, Sums
 from .segments import Stretch, full_residual
 from .sources import is_worth_hoisting
@@ -45,30 +47,24 @@ def find_inverse(node: Node, trunk: Trunk, *, derived: bool) -> Rule | Verdict:
     if node.is_fork:
         return Verdict(False, "several blocks read this state, and none of them alone leads back to it")
     if node.effects:
-        return Verdict(False, "it prints or calls back")
+        return Verdict(False, "it prints or calls back, and its output is read")
     if node.checkpointed:
         return Verdict(False, "it is wrapped in jax.checkpoint, which asks for its state to be kept")
-    if node.is_aside or not block.inputs:
-        return Verdict(False, "it reads no state with a derivative")
+    if not block.inputs:
+        return Verdict(False, "it makes a state of weights or data alone, in the middle of others")
     if block.exports or not set(block.operands) <= trunk.fixed:
         return Verdict(False, "values from inside the network, other than its state, go in or out")
     if _is_half_inside(node):
         return Verdict(False, "half precision: rounding loses the state after a few layers")
-    reasons: list[Verdict] = []
     for rule in registry.rules_for(block):
         if not (derived or rule.inverse_is_given):
             continue
-        found = rule.inverts(block)
-        if found:
+        verdict = rule.inverts(block)
+        if verdict:
             return rule
-        reasons.append(found)
-    if derived:
-        found = Affine.of(node, trunk)
-        if isinstance(found, Affine):
-            return found
-        # What a rule knows of the block is more telling than that no affine map is known.
-        return next((v for v in reasons if v.submersive is False), found)
-    return Verdict(None, "no inverse is known")
+        if verdict.submersive is False:
+            return verdict
+    return Affine.of(node) if derived else Verdict(None, "no inverse is known")
 
 
 class Affine(Rule):
@@ -84,7 +80,7 @@ class Affine(Rule):
         self.rule = rule
 
     @classmethod
-    def of(cls, node: Node, trunk: Trunk) -> Affine | Verdict:
+    def of(cls, node: Node) -> Affine | Verdict:
         """The inverse of a node, or why it has none of this kind."""
         block = node.block
         inputs, outputs = (sum(v.aval.size for v in vs) for vs in (block.inputs, block.outputs))
@@ -97,8 +93,9 @@ class Affine(Rule):
             return Verdict(False, f"no inverse is known: {node.verdict.reason}")
         if not node.rule.keeps_pullback:  # an author's, who need not have written it to be transposed
             return Verdict(False, "no inverse is known", "give it one: custom_vijp.definverse")
-        if not is_constant(node, trunk):
-            return Verdict(False, "no inverse is known: it is not affine")
+        # The function itself, and not its derivative: that of floor is constant, too.
+        if not is_linear(block.eqns, block.inputs, block.outputs, affine=True):
+            return Verdict(False, "no inverse is known: its equations do not show that it is affine")
         return cls(node.rule)
 
     def inverts(self, block: Block) -> Verdict:
@@ -107,25 +104,17 @@ class Affine(Rule):
 
     def inverse(self, block: Block, operands: Sequence[Any], y: State) -> State:
         zero = tuple(compat.full(v.aval, 0.0) for v in block.inputs)
+        # Or XLA would compute f(0), as large as a state, for all layers before the first is inverted.
+        zero, y, operands = lax.optimization_barrier((zero, tuple(y), tuple(operands)))
         factors = self.rule.prepare(block, operands)
         offset, kept = self.rule.linearize(block, zero, operands)  # of J, the same everywhere
 
         def vijp(*h: Any) -> State:
             return self.rule.vijp(block, factors, kept, h)
 
-        moved = tuple(a - b for a, b in zip(y, offset, strict=True))
-        return tuple(jax.linear_transpose(vijp, *zero)(moved))
-
-
-def is_constant(node: Node, trunk: Trunk) -> bool:
-    """Whether a block's Jacobian is the same at every state: its pullback keeps nothing of one."""
-    block = node.block
-    x, operands = block.structs()
-
-    def linearize(x: Any, operands: Any) -> Any:
-        return jax.vjp(lambda *x: block(x, operands), *x)
-
-    return Residual(linearize, x, operands, trunk.kinds(block.operands)).leaf_bytes == 0
+        if not is_linear(block.eqns, block.inputs, block.outputs):
+            y = tuple(a - b for a, b in zip(y, offset, strict=True))
+        return tuple(jax.linear_transpose(vijp, *zero)(y))
 
 
 def _is_half_inside(node: Node) -> bool:
@@ -152,22 +141,37 @@ def _is_half_inside(node: Node) -> bool:
     return False
 
 
-def inverted(node: Node, trunk: Trunk, *, derived: bool = False) -> OneBlock | OneScan | None:
+def inverted(node: Node, trunk: Trunk, *, derived: bool = False) -> Part | None:
     """How to invert a node, or None."""
     found = inverted_or_why(node, trunk, derived=derived)
     return None if isinstance(found, Verdict) else found
 
 
-def inverted_or_why(node: Node, trunk: Trunk, *, derived: bool) -> OneBlock | OneScan | Verdict:
+def inverted_or_why(node: Node, trunk: Trunk, *, derived: bool) -> Part | Verdict:
     """How to invert a node, or why it cannot be."""
     key = (node, "inverted", derived)
     if key not in trunk.memory:
-        if node.is_scan and not node.effects and not node.checkpointed:
+        if node.is_aside:
+            trunk.memory[key] = Bystander(node)
+        elif node.is_scan and not node.effects and not node.checkpointed:
             trunk.memory[key] = _inverted_scan(node, trunk, derived)
         else:
             rule = find_inverse(node, trunk, derived=derived)
             trunk.memory[key] = rule if isinstance(rule, Verdict) else OneBlock(node, trunk, rule)
     return trunk.memory[key]
+
+
+class Bystander:
+    """What looks at a state and has no derivative (a mean for a log, a print): no way back needs it."""
+
+    def __init__(self, node: Node):
+        self.node = node
+        self.origins: tuple[Any, ...] = ()
+        self.unread: tuple[Any, ...] = ()
+        self.bytes = 0
+
+    def back(self, fixed: Env, x: Env, h: Env, out: Ledger) -> None:
+        """Nothing."""
 
 
 class OneBlock:
@@ -198,7 +202,7 @@ class OneBlock:
 class OneScan:
     """A scan over layers that are inverted: one loop back."""
 
-    def __init__(self, node: Node, step: ScanStep, layer: list[OneBlock | OneScan]):
+    def __init__(self, node: Node, step: ScanStep, layer: list[Part]):
         self.node, self.step, self.layer = node, step, layer
         weights = dict.fromkeys(v for part in layer for v in part.node.weights)
         self.weights = tuple(weights)
@@ -237,14 +241,19 @@ class OneScan:
         out.close(self.node.weights)
 
 
+Part = OneBlock | OneScan | Bystander
+
+
 def _inverted_scan(node: Node, trunk: Trunk, derived: bool) -> OneScan | Verdict:
+    if not node.block.eqns[0].params["length"]:
+        return Verdict(False, "it has no layers")
     body = open_body(node, trunk.fixed, trunk.numbers)
     if not isinstance(body, Body):
         return body if isinstance(body, Verdict) else Verdict(False, str(body))
     whole = len(body.active) == body.counts.carry and not body.active_ys and not body.volatile
     if not whole or not body.trunk.nodes or not _starts_inside(node, body):
         return Verdict(False, "its carry is not the state alone, from one layer to the next")
-    parts: list[OneBlock | OneScan] = []
+    parts: list[Part] = []
     for inner in body.trunk.nodes:
         part = inverted_or_why(inner, body.trunk, derived=derived)
         if isinstance(part, Verdict):
@@ -271,8 +280,9 @@ def _starts_inside(node: Node, body: Body) -> bool:
 
 def _is_chain(trunk: Trunk) -> bool:
     """Whether the outputs are all that the nodes leave behind, and determine every state."""
-    made = [v for n in trunk.nodes for v in n.block.outputs]
-    read = {v for n in trunk.nodes for v in n.block.inputs}
+    nodes = [n for n in trunk.nodes if not n.is_aside]
+    made = [v for n in nodes for v in n.block.outputs]
+    read = {v for n in nodes for v in n.block.inputs}
     return {v for v in made if v not in read} == set(trunk.outputs) and set(trunk.state) <= read
 
 
@@ -288,8 +298,9 @@ class Inverted(Stretch):
         self.parts = [part for part in parts if part is not None]
         assert len(self.parts) == len(parts)
         self.certify = certify
-        made = dict.fromkeys(v for n in self.nodes for v in n.block.outputs)
-        read = dict.fromkeys(v for n in self.nodes for v in n.block.inputs)
+        nodes = [n for n in self.nodes if not n.is_aside]
+        made = dict.fromkeys(v for n in nodes for v in n.block.outputs)
+        read = dict.fromkeys(v for n in nodes for v in n.block.inputs)
         self.starts = tuple(v for v in read if v not in made)
         # A scan's last carry is needed whole, though a part of it may have no other reader, or only
         # readers without a derivative.
@@ -340,5 +351,6 @@ def runs(trunk: Trunk) -> list[int]:
     """For every place between nodes, the start of the longest run of inverses that ends there."""
     starts = [0]
     for i, node in enumerate(trunk.nodes):
-        starts.append(starts[-1] if inverted(node, trunk) is not None else i + 1)
+        goes_on = starts[-1] < i if node.is_aside else inverted(node, trunk) is not None
+        starts.append(starts[-1] if goes_on else i + 1)
     return starts

@@ -59,8 +59,13 @@ _JOINTLY = frozenset(
 )
 
 
-def is_linear(eqns: Iterable[JaxprEqn], inputs: Iterable[Any], outputs: Iterable[Any]) -> bool:
-    """Whether all outputs are linear in the inputs, as far as the equations show it."""
+def is_linear(
+    eqns: Iterable[JaxprEqn], inputs: Iterable[Any], outputs: Iterable[Any], *, affine: bool = False
+) -> bool:
+    """Whether all outputs are linear in the inputs, as far as the equations show it.
+
+    `affine`: or linear and a constant.
+    """
     linear, zero = set(inputs), set()
 
     def is_zero(atom: Any) -> bool:
@@ -82,12 +87,12 @@ def is_linear(eqns: Iterable[JaxprEqn], inputs: Iterable[Any], outputs: Iterable
             fine = sum(hit) == 1
         elif eqn.primitive in _JOINTLY:
             arrays = [v for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-            fine = all(depends(v) or is_zero(v) for v in arrays)
+            fine = affine or all(depends(v) or is_zero(v) for v in arrays)
         elif eqn.primitive is lax.select_n_p:
-            fine = not hit[0] and all(depends(v) or is_zero(v) for v in eqn.invars[1:])
+            fine = not hit[0] and (affine or all(depends(v) or is_zero(v) for v in eqn.invars[1:]))
         else:
             return False
         if not fine or not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
             return False
         linear.update(eqn.outvars)
-    return all(depends(v) or is_zero(v) for v in outputs)
+    return all(affine or depends(v) or is_zero(v) for v in outputs)

@@ -36,15 +36,16 @@ class Checkpoint:
     """Reverse mode that keeps the states between segments, and runs each segment again.
 
     Time O(n²L + ndL), at most one forward pass more (recursive: log₂ L of them); memory
-    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ)). Segments are cut between the layers of the
-    traced function, and scans become scans of checkpointed scans; what would take more as a state than
-    as residuals is stored.
+    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ), and over a scan two copies of what its
+    layers read). Segments are cut between the layers of the traced function, and scans become scans of
+    checkpointed scans; what would take more as a state than as residuals is stored, and so is a scan
+    that prints.
 
     **Arguments:**
 
     - `segments`: None, the mixture of storing and recomputing that keeps least, by the residuals' bytes;
-        a number of segments; "sqrt", the root of the depth; "block", one for every layer; "recursive",
-        halves of halves.
+        a number of segments of equally many layers (or fewer, where it does not divide their number);
+        "sqrt", the root of the depth; "block", one for every layer; "recursive", halves of halves.
     - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
     """
 
@@ -113,7 +114,12 @@ class ProjectedForward:
                 + (" (0 needs a direction)" if least else "")
                 + f", got {self.samples!r}"
             )
-        if isinstance(self.key, bool | float | None | str):
+        is_number = isinstance(self.key, int | np.integer) and not isinstance(self.key, bool)
+        dtype = getattr(self.key, "dtype", None)
+        is_key = dtype is not None and (
+            jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and np.ndim(self.key) > 0)
+        )
+        if not (is_number or is_key):
             raise TypeError(
                 "ProjectedForward: key takes a jax.random key, or a whole number that makes one, got "
                 f"{self.key!r}"
@@ -247,7 +253,7 @@ def _identity(leaf: Any) -> Any:
     known = compat.concrete(jax.random.key_data(leaf) if typed else leaf)
     if known is None:
         return id(leaf)
-    return (known.shape, str(known.dtype), known.tobytes())
+    return (known.shape, str(leaf.dtype if typed else known.dtype), known.tobytes())
 
 
 def _check_count(name: str, setting: str, given: Any, words: tuple[str, ...]) -> None:
@@ -267,7 +273,8 @@ def _check_chunk(method: Any) -> None:
 
 
 def _set_inputs(method: Any) -> None:
-    inputs = (method.inputs,) if isinstance(method.inputs, int) else tuple(method.inputs)
+    given = method.inputs
+    inputs = tuple(map(int, (given,) if isinstance(given, int | np.integer) else given))
     object.__setattr__(method, "inputs", inputs)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import compat
-from .inversion import Inverted, OneBlock, OneScan
+from .inversion import Bystander, Inverted, OneBlock, Part
 from .methods import Moonwalk, PureForward
 from .planning import Choice, NodeCost, Planned, node_costs
 from .registry import Gain
@@ -281,16 +281,17 @@ def _share(step: Step) -> str:
 
 def _inverted_rows(segment: Inverted, costs: Sequence[NodeCost]) -> list[Row]:
     rows: list[Row] = []
+    blocks = [i for i, part in enumerate(segment.parts) if not isinstance(part, Bystander)]
     for i, part in enumerate(segment.parts):
-        last = i == len(segment.parts) - 1
+        last = i == blocks[-1]
         rows += _part_rows(part, costs[segment.start + i], segment.kept_bytes if last else 0)
     return rows
 
 
-def _part_rows(
-    part: OneBlock | OneScan, cost: NodeCost, kept: int, depth: int = 0, times: int = 1
-) -> list[Row]:
+def _part_rows(part: Part, cost: NodeCost, kept: int, depth: int = 0, times: int = 1) -> list[Row]:
     node = part.node
+    if isinstance(part, Bystander):
+        return []
     if isinstance(part, OneBlock):
         why = part.rule.inverts(node.block).reason
     else:

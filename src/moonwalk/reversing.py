@@ -63,8 +63,10 @@ def bounds(cut: Trunk) -> tuple[int, int]:
     start = max((i + 1 for i in bad if i < stem), default=0)
     stop = min((i for i in bad if i >= max(head, start)), default=len(nodes))
     inside = [i for i in bad if start <= i < stop]
-    if inside or start >= stop:
-        _refuse(nodes, found, inside[0] if inside else bad[0])
+    if inside:
+        _refuse(nodes, found, inside[0])
+    if start >= stop or all(nodes[i].is_aside for i in range(start, stop)):
+        return len(nodes), len(nodes)  # a stem and a head
     return start, stop
 
 

@@ -406,8 +406,9 @@ class _Sources:
     def _anchor_instead_of_a_seed(self) -> None:
         """Keep the first layer's cotangent where that is far smaller than what a sweep starts from.
 
-        A pyramid's first state is larger than all that follows. A walk from there has it and its
-        cotangent side by side; with an anchor behind the first layer only the state is needed.
+        A pyramid's first state, of s bytes, is larger than all that follows. A walk from there has it
+        and its cotangent side by side, 2s; with an anchor of k bytes behind the first layer it has the
+        state, the anchor and the layer's output, s + 2k.
         """
         self._decide()
         first = next((i for i, n in enumerate(self.nodes) if n.weights and not n.is_stem), None)
@@ -418,7 +419,7 @@ class _Sources:
         others = [v for n in self.nodes[first + 1 :] for v in n.block.outputs]
         kept = nbytes(*(v.aval for v in self.nodes[first].block.outputs))
         seed = max((nbytes(v.aval) for v in seeds), default=0)
-        if 2 * kept <= seed and all(2 * nbytes(v.aval) <= seed for v in others):
+        if 3 * kept <= seed and all(3 * nbytes(v.aval) <= seed for v in others):
             self.forced[first] = "smaller than the cotangent that a sweep would start from"
 
     def _regular_anchors(self, every: int) -> None:

@@ -123,7 +123,7 @@ def test_a_gradient_is_judged_beside_backpropagation():
 
 
 def test_what_cannot_be_judged():
-    assert judged(float("nan")) == "WRONG"
+    assert judged(float("nan")) == "not finite"
     assert judged(None) == "unchecked"
     assert judged(1e3, method="projected-forward") == "estimate"
     assert judged(1.0, status="oom") == "oom"

@@ -31,7 +31,7 @@ MORE = "checkpoint checkpoint-sqrt checkpoint-recursive checkpoint-block forward
 MORE += ["pure-forward-per-example", "moonwalk-fragment-4", "moonwalk-fragment-4-aligned"]
 
 
-@pytest.mark.parametrize("name", [*EXACT[:2], *map(slow, (*EXACT[2:], *MORE))])
+@pytest.mark.parametrize("name", [EXACT[0], *map(slow, (*EXACT[1:], *MORE))])
 def test_every_exact_method_has_the_gradient(problem, name):
     loss, args, truth = problem
     value, g = jax.jit(methods.differentiate(name, loss, args))(*args)
@@ -63,12 +63,21 @@ def test_a_measurement(tmp_path):
     assert measuring.measure(by("backprop", reference="float64"), tmp_path)["gradient_error"] > 1e-3
 
 
-def test_a_gradient_that_is_wrong_is_shown_as_wrong(problem):
-    _, _, truth = problem
-    assert measuring.error(jax.tree.map(lambda a: 1.5 * a, truth), truth) == pytest.approx(0.5, 1e-5)
+def test_a_gradient_that_is_wrong_is_shown_as_wrong():
+    truth = {"stack": np.arange(24.0).reshape(2, 3, 4), "head": np.ones(5)}
+    assert measuring.error(jax.tree.map(lambda a: 1.5 * a, truth), truth) == pytest.approx(0.5)
     assert measuring.error({"w": np.ones(3)}, {"w": np.zeros(3)}) == pytest.approx(3**0.5)
     for bad in (np.nan, np.inf):
         assert measuring.error({"w": np.full(3, bad)}, {"w": np.ones(3)}) == measuring.BOUNDLESS
+
+
+def test_an_overflow_of_the_network_is_nobodys_fault(monkeypatch):
+    monkeypatch.setattr(measuring, "reference", lambda *_: {"w": np.array([1.0, np.nan])})
+    found = measuring.measure(by("backprop", reference="float64"))
+    assert (
+        np.isnan(found["gradient_error"])
+        and found["message"] == "the reference is not finite: an overflow"
+    )
 
 
 def test_memory_alone_and_limits():
@@ -104,8 +113,10 @@ def test_times_are_known_where_the_reference_fails(monkeypatch):
         raise MemoryError("too large")
 
     monkeypatch.setattr(measuring, "reference", fail)
+    monkeypatch.setattr(measuring, "timed", lambda *_: ((None, None), {"runs": 2}))
+    monkeypatch.setattr(measuring, "arguments", lambda *_: None)
     found = measuring.measure(by("backprop", reference="highest"))
-    assert found["seconds"]["runs"] == 2 and "gradient_error" not in found
+    assert found["seconds"] == {"runs": 2} and "gradient_error" not in found
     assert found["message"] == "no reference: MemoryError: too large"
 
 
@@ -131,6 +142,7 @@ def test_memory_is_known_where_a_run_fails(monkeypatch):
     assert found["status"] == "oom" and found["temp_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_the_largest_size():
     asked = {"over": "depth", "step": 2, "most": 64}
     limit = measuring.held(measuring.measure(by("backprop", run=False)))

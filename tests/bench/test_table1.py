@@ -108,7 +108,7 @@ def test_columns_are_the_papers(method):
 
 
 def test_a_gradient_that_was_not_walked_for_shows_nothing(monkeypatch):
-    monkeypatch.setattr(properties, "WIDTHS", (16, 8, 4))  # too little to be worth a walk
+    monkeypatch.setattr(properties, "WIDTHS", (16, 8))  # too little to be worth a walk
     found = properties.submersive("moonwalk")
     assert found["submersive"] is False and "0 blocks walked" in found["submersive_why"]
 

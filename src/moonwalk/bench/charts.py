@@ -67,6 +67,7 @@ class Point:
     low: float | None = None
     high: float | None = None
     wrong: bool = False
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ def _point(
     found = judgement.verdict(record, records)
     seconds = record.get("seconds") if name == "seconds" else None
     low, high = (seconds["low"] / scale, seconds["high"] / scale) if seconds else (None, None)
-    return Point(x, y, describe(record, found), low, high, found == "WRONG")
+    remark = found if found == "not finite" else ""
+    return Point(x, y, describe(record, found), low, high, found == "WRONG", remark)
 
 
 def describe(record: Record, found: str) -> str:

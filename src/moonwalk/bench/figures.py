@@ -217,7 +217,8 @@ def _bars(axis: Any, panel: Panel) -> None:
     for place, series, point in zip(places, panel.series, points, strict=True):
         label = bar_label(series)
         end = max(point.y, point.high or 0, start)
-        text = f"{label}   wrong" if point.wrong else label
+        remark = "wrong" if point.wrong else point.remark
+        text = f"{label}   {remark}".rstrip()
         axis.annotate(
             text,
             (end, place),

@@ -45,7 +45,10 @@ def floor(record: Record, records: Iterable[Record]) -> float:
 
 
 def verdict(record: Record, records: Iterable[Record]) -> str:
-    """ "exact", "WRONG", "estimate", "unchecked"; or the status, where there is nothing to judge."""
+    """ "exact", "WRONG", "estimate", "unchecked"; or the status, where there is nothing to judge.
+
+    "not finite": what it is compared with is not, because the network itself overflows.
+    """
     if record["status"] != "ok":
         return record["status"]
     error = record.get("gradient_error")
@@ -53,5 +56,6 @@ def verdict(record: Record, records: Iterable[Record]) -> str:
         return "estimate"
     if error is None:
         return "unchecked"
-    allowed = TOLERANCE + 2 * floor(record, records)
-    return "exact" if math.isfinite(error) and error <= allowed else "WRONG"
+    if math.isnan(error):
+        return "not finite"
+    return "exact" if error <= TOLERANCE + 2 * floor(record, records) else "WRONG"

@@ -191,10 +191,13 @@ def _newton_inverts(block: Block) -> bool:
         return value, slope
 
     with np.errstate(all="ignore"):
-        found = _newton(value_and_slope, value_and_slope(x)[0])
+        value, slope = value_and_slope(x)
+        found = _newton(value_and_slope, value)
+        # Rounding in y, and in a bias that is as large as these operands are.
+        size = np.abs(x) + (np.abs(value) + 8) / np.abs(slope)
+        rounding = 32 * float(jnp.finfo(state.dtype).eps) * size
     inside = np.abs(x) < 1e3  # beyond, a bias is lost in rounding, and squares overflow
-    off = np.abs(found - x)[inside]
-    return bool((off <= 1e-4 * np.maximum(1, np.abs(x[inside]))).all())
+    return bool((np.abs(found - x) <= rounding)[inside].all())
 
 
 def _sum(terms: Sequence[Any]) -> Any:

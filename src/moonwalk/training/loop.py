@@ -309,6 +309,12 @@ def _stop(
     if on_inexact == "replan" and can_replan:
         return
     tried = f", and {retries} new plans did not help" if retries else ""
+    if not isinstance(settings, Moonwalk):
+        raise InexactError(
+            f"{where}the certificate {float(metrics.certificate[applied]):.1e} exceeds the tolerance "
+            f"{trainer.tolerance:.1e}. Nothing of this step was applied.{kept} Use moonwalk.Moonwalk(), "
+            f"or allow more ({type(settings).__name__}(tolerance=...))."
+        )
     raise InexactError(
         f"{where}the certificate {float(metrics.certificate[applied]):.1e} exceeds the tolerance "
         f"{trainer.tolerance:.1e}{tried}. Nothing of this step was applied.{kept} Plan from the weights "

@@ -1,7 +1,8 @@
 """The paper's Fig. 3: memory and time of a 1D network of stride 1 over its depth, with fragments.
 
 Spans of 4, 8 and 16 in grids that move from layer to layer, beside the paper's ("aligned"), which stay.
-All of them walk over the whole network, whatever error that brings; "moonwalk" plans.
+All of them walk over the whole network, whatever error that brings; "moonwalk" plans, from types alone,
+and "moonwalk-measured" from the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPANS = (4, 8, 16)
 
 def tasks(request: Request) -> list[Task]:
     others: tuple[str, ...] = ("moonwalk-fragment-8", "checkpoint", "checkpoint-block", "accumulate-4")
-    others += ("moonwalk",)
+    others += ("moonwalk", "moonwalk-measured")
     spans, slopes, aligned = (4, 16), SLOPES, (16,)
     if request.on_gpu:
         sizes, depths = common.Sizes(width=256, length=2048, batch=128), (6, 14, 22)
