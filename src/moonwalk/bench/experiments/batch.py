@@ -21,7 +21,7 @@ def tasks(request: Request) -> list[Task]:
         asked = {"over": "batch", "step": 4, "most": 256}
         methods = ("backprop", "moonwalk")
     else:
-        sizes, depth, limit = common.Sizes(width=16, length=256, batch=0), 64, 32 * 2**20
+        sizes, depth, limit = common.Sizes(width=8, length=128, batch=0), 32, 4 * 2**20
         asked = {"over": "batch", "step": 4, "most": 1024}
     limit = request.limit_bytes or limit
     make = common.maker("batch", "isometric", sizes, request)

@@ -27,7 +27,7 @@ def tasks(request: Request) -> list[Task]:
         steps = {"isometric": (4, 256), "signal": (1, 64)}
         isometric, signal = ("backprop", "checkpoint", "moonwalk"), ()
     else:
-        sizes, limit = common.Sizes(width=16, length=256, batch=16), 8 * 2**20
+        sizes, limit = common.Sizes(width=8, length=128, batch=16), 2 * 2**20
         steps = {"isometric": (8, 1024), "signal": (2, 512)}
     limit = request.limit_bytes or limit
     found = []

@@ -36,7 +36,7 @@ def tasks(request: Request) -> list[Task]:
         methods = ("backprop", "checkpoint", "accumulate-4", "reversible", "moonwalk", "forward")
     else:
         sizes, depth = common.Sizes(width=32, batch=1024), 64
-        methods += ("accumulate-16", "pure-forward")
+        methods += ("accumulate-16",)
     make = common.maker("pareto", "dense", sizes, request)
     kind = "same" if request.on_gpu else "float64"
     return [make("abs", method, depth=depth, reference=kind) for method in methods]
