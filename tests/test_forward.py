@@ -191,3 +191,17 @@ def test_when_a_parameter_gradient_determines_the_seed():
     g, g_b = pullback(h[:1])
     np.testing.assert_allclose(x[0] @ g / jnp.sum(x[0] ** 2), h[0], rtol=1e-12)
     np.testing.assert_allclose(g_b, h[0], rtol=1e-12)
+
+
+def test_a_first_layer_that_shrinks_the_state_needs_no_anchor():
+    """Where there is a reverse pass, a plan would keep the first layer's cotangent instead of the seed."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    ws = [jax.random.normal(k, s) for k, s in zip(keys, [(16, 16), (16, 4)], strict=False)]
+    x = jax.random.normal(keys[2], (64, 16))
+
+    def loss(ws, x):
+        return jnp.sum(jnp.sin(jnp.abs(jnp.abs(x @ ws[0]) @ ws[1])))
+
+    found = mw.grad(loss, method=mw.PureForward(tolerance=math.inf))(ws, x)
+    for a, b in zip(found, jax.grad(loss)(ws, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)

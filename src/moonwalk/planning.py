@@ -543,6 +543,7 @@ def options_for(cut: Trunk, method: Planned, certify: bool) -> tuple[Options, fl
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
     options = Options(limit, certify=certify, precision=method.walk_precision, fragments=False)
     options.ambient = ambient_growth(cut, method)
+    options.anchors = not isinstance(method, PureForward)
     if isinstance(method, Moonwalk):
         options.fragments, options.wish = True, method.fragment
         options.anchor_every, options.checkpoint = method.anchor_every, method.checkpoint

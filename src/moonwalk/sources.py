@@ -125,6 +125,7 @@ class Options:
     """A method's settings for one network."""
 
     limit: float  # how far error may grow between exact cotangents
+    anchors: bool = True  # whether a reverse pass can keep any, for memory's sake
     anchor_every: int | None = None
     certify: bool = False
     precision: Any = None  # of the cotangents' chain; None: as the gains ask for
@@ -394,7 +395,7 @@ class _Sources:
         """Decide, and place anchors until error stays within the limit."""
         if self.options.anchor_every is not None:
             self._regular_anchors(self.options.anchor_every)
-        elif not self.place[0]:
+        elif self.options.anchors and not self.place[0]:
             self._anchor_instead_of_a_seed()
         while True:
             self._decide()

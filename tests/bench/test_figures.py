@@ -111,6 +111,7 @@ def judged(error, *others, method="moonwalk", **more):
 
 def test_a_gradient_is_judged_beside_backpropagation():
     assert judged(1e-3) == "exact"
+    assert judged(0.01) == "inexact"
     assert judged(0.05) == "WRONG"
     backprop = samples.record("fig2", "backprop", error=0.035)  # TF32 against float32
     assert judged(0.05, backprop) == "exact"

@@ -13,6 +13,9 @@ from typing import Any
 TOLERANCE = 2e-2
 """The error that a method may add to backpropagation's own at the same precision."""
 
+EXACT = 1e-3
+"""What it may add and still be called exact; between the two it is inexact."""
+
 ESTIMATES = ("projected-forward",)
 """Methods whose result is a random estimate: its error is variance, and no fault."""
 
@@ -45,7 +48,7 @@ def floor(record: Record, records: Iterable[Record]) -> float:
 
 
 def verdict(record: Record, records: Iterable[Record]) -> str:
-    """ "exact", "WRONG", "estimate", "unchecked"; or the status, where there is nothing to judge.
+    """ "exact", "inexact", "WRONG", "estimate", "unchecked"; or the status, with nothing to judge.
 
     "not finite": what it is compared with is not, because the network itself overflows.
     """
@@ -58,4 +61,5 @@ def verdict(record: Record, records: Iterable[Record]) -> str:
         return "unchecked"
     if math.isnan(error):
         return "not finite"
-    return "exact" if error <= TOLERANCE + 2 * floor(record, records) else "WRONG"
+    added = error - 2 * floor(record, records)
+    return "exact" if added <= EXACT else "inexact" if added <= TOLERANCE else "WRONG"

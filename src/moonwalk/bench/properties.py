@@ -25,6 +25,7 @@ from ..declare import declare
 from ..errors import MoonwalkError
 from ..methods import Moonwalk, ProjectedForward
 from . import measuring, methods
+from .growth import roughly
 from .judgement import ESTIMATES
 
 KEYS = 400
@@ -71,9 +72,10 @@ def _network(activation: Any, between: Any = lambda x: x) -> Any:
 def variance(keys: int = KEYS) -> dict[str, Any]:
     """Of `ProjectedForward`: a new key for every gradient."""
     loss, args = _network(_leaky), (_weights(4, 4, 4), *_data(4, 4))
-    truth = jax.jit(jax.grad(loss))(*args)
+    truth = roughly(jax.grad(loss), *args)(*args)
     one = lambda key: gradient.value_and_grad(loss, method=ProjectedForward(key))(*args)[1]
-    samples = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), keys))
+    given = jax.random.split(jax.random.key(1), keys)
+    samples = roughly(jax.vmap(one), given)(given)
     size = _squares(truth)
     off = _squares(jax.tree.map(lambda s, t: s - t, samples, truth)) / keys
     bias = _squares(jax.tree.map(lambda s, t: s.mean(0) - t, samples, truth))
@@ -106,14 +108,14 @@ _turned.defvijp(lambda primals, h: _turned(h))  # an isometry: its vijp is its j
 
 def forward(method: str) -> dict[str, Any]:
     args = (_weights(4, 4, 4), *_data(4, 4))
-    truth = jax.jit(jax.grad(_network(_leaky, lambda x: jnp.roll(x, 3, axis=1))))(*args)
+    truth = roughly(jax.grad(_network(_leaky, lambda x: jnp.roll(x, 3, axis=1))), *args)(*args)
     try:
         loss = _network(_leaky, _turned)
         fun = methods.differentiate(method, loss, args)
         if method in ESTIMATES:  # what it returns is no matter here, only that it does
             jax.eval_shape(fun, *args)
             return {"forward": True, "forward_why": "an estimate"}
-        found = jax.jit(fun)(*args)[1]
+        found = roughly(fun, *args)(*args)[1]
     except (ValueError, MoonwalkError) as refusal:
         if NO_REVERSE not in str(refusal) and not isinstance(refusal, MoonwalkError):
             raise
@@ -131,11 +133,12 @@ def submersive(method: str) -> dict[str, Any]:
         if method in ESTIMATES:
             jax.eval_shape(fun, *args)
             return {"submersive": True, "submersive_why": "an estimate"}
-        found = jax.jit(fun)(*args)[1]
+        found = roughly(fun, *args)(*args)[1]
     except MoonwalkError as refusal:
         return {"submersive": False, "submersive_why": str(refusal).splitlines()[0]}
-    error, why, walked = measuring.error(found, jax.jit(jax.grad(loss))(*args)), "", True
+    error, why, walked = measuring.error(found, roughly(jax.grad(loss), *args)(*args)), "", True
     if method in WALKS:
-        count = gradient.plan(loss, *args, method=WALKS[method]).walked
+        types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+        count = gradient.plan(loss, *types, method=WALKS[method]).walked
         why, walked = f", {count} blocks walked", count > 0
     return {"submersive": walked and error <= EXACT, "submersive_why": f"off by {error:.0e}{why}"}

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import experiments, text
 from .charts import ENDS, chart
-from .judgement import TOLERANCE, verdict
+from .judgement import EXACT, TOLERANCE, verdict
 from .plots import plot
 from .store import load, replace
 from .tasks import Table
@@ -58,6 +58,7 @@ def render(results: Sequence[Mapping[str, Any]], tables: Mapping[str, Sequence[T
         "plots": json.dumps(plots, allow_nan=False).replace("</", "<\\/"),
         "script": _file("page.js"),
         "tolerance": f"{TOLERANCE:g}",
+        "exact": f"{EXACT:g}",
     }
     return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _file("page.html"))
 
@@ -163,7 +164,7 @@ def _is_number(content: Any) -> bool:
 _TONES = {  # of what a cell begins with, after a number perhaps
     "wrong|unlike the paper": "bad",
     "as the paper|same|none|exact": "good",
-    "less|refused": "fair",
+    "less|inexact|refused": "fair",
     "more|oom|out of memory|timeout|took too long|error|failed": "poor",
 }
 
