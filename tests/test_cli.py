@@ -57,6 +57,7 @@ def test_a_run_leaves_curves_a_picture_and_its_settings(whole):
     assert about["last"]["step"] == 7
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_curves_of_a_whole_one(whole, tmp_path):
     method, folder, _ = whole
     options = [*SMALL, "--method", method, "--out", tmp_path, "--no-compare-memory"]

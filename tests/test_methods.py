@@ -28,6 +28,7 @@ EXACT = {
     "pure forward": mw.PureForward(chunk=3),
 }
 ALL = {**EXACT, "projected forward": mw.ProjectedForward(0, samples=2)}
+SCANNED = ("checkpoint recursive", "reversible", "forward")  # in `make test`, beside all of them looped
 PLANNED = mw.Moonwalk | mw.PureForward | mw.Checkpoint | mw.Reversible
 
 
@@ -60,8 +61,19 @@ def off(found, truth):
     return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("loss", [looped, scanned], ids=["looped", "scanned"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        pytest.param(
+            name,
+            loss,
+            id=f"{name}, {kind}",
+            marks=[] if kind == "looped" or name in SCANNED else pytest.mark.slow,
+        )
+        for kind, loss in (("looped", looped), ("scanned", scanned))
+        for name in ALL
+    ],
+)
 def test_contract(name, loss):
     method = ALL[name]
     params, x = network()
@@ -89,7 +101,7 @@ def test_is_small_frozen_hashable_and_printable(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 def test_dtypes_and_shapes_are_kept(name, dtype):
     method = ALL[name]
     if dtype == jnp.bfloat16:
@@ -104,7 +116,7 @@ def test_dtypes_and_shapes_are_kept(name, dtype):
     )
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some(EXACT, ["backprop", "checkpoint recursive", "reversible"]))
 def test_certificates_and_plans(name):
     method = EXACT[name]
     params, x = network()
@@ -139,7 +151,7 @@ def temporaries(loss, method, *args):
 
 @pytest.mark.parametrize("depth", [7, slow(12), slow(16)])
 @pytest.mark.parametrize("segments", some([1, 3, 5, "sqrt", "block", "recursive"], [3, "recursive"]))
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [slow(False), True])
 def test_checkpointed_scans_of_any_length(depth, segments, reverse):
     """Lengths that segments do not divide, in both directions, with outputs of every layer."""
     params, x = network(depth)
@@ -168,7 +180,8 @@ def test_checkpoint_wants_enough_layers():
         mw.Checkpoint(segments="root")
 
 
-def test_checkpoint_of_a_residual_network_and_of_two_scans():
+@pytest.mark.parametrize("segments", some([None, 1, 4, "sqrt", "block", "recursive"], [4, "recursive"]))
+def test_checkpoint_of_a_residual_network_and_of_two_scans(segments):
     params, x = network(6)
 
     def loss(params, x):
@@ -181,10 +194,9 @@ def test_checkpoint_of_a_residual_network_and_of_two_scans():
         return jnp.sum(x * y), None
 
     truth = jax.grad(loss, has_aux=True)(params, x)[0]
-    for segments in (None, 1, 4, "sqrt", "block", "recursive"):
-        method = mw.Checkpoint(segments=segments)
-        found = jax.jit(mw.grad(loss, has_aux=True, method=method))(params, x)[0]
-        assert off(found, truth) < 1e-12
+    method = mw.Checkpoint(segments=segments)
+    found = jax.jit(mw.grad(loss, has_aux=True, method=method))(params, x)[0]
+    assert off(found, truth) < 1e-12
 
 
 def test_what_prints_prints_once_and_what_answers_is_refused(capfd):
@@ -373,6 +385,7 @@ def test_reversible_inverts_structures_triangles_and_convolutions():
     assert off(found, jax.grad(loss)(params, x)) < 1e-11
 
 
+@pytest.mark.slow
 def test_reversible_serves_couplings_and_isometric_convolutions():
     model = mw.nn.Sequential(
         [
@@ -477,7 +490,7 @@ def test_reversible_looks_past_bystanders():
     np.testing.assert_allclose(ys, true_ys, rtol=1e-10)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("length", [0, 1, slow(2)])
 @pytest.mark.parametrize(
     "method", [mw.Checkpoint("recursive"), mw.Checkpoint("block"), mw.Reversible()], ids=str
 )

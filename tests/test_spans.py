@@ -307,7 +307,8 @@ def random_network(seed):
     return ws, normal(2, 96, 16, seed=seed, dtype=np.float32), slope
 
 
-@pytest.mark.parametrize("seed", [s if s == 35 else slow(s) for s in range(50)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
 def test_the_automatic_choice(seed):
     ws, x, slope = random_network(seed)
     fun = functools.partial(scanned, padding=(1, 1), slope=slope)

@@ -120,6 +120,9 @@ class Book:
         return gain, True
 
 
+WORTHWHILE = 2**20  # bytes of a cotangent below which nothing is done for memory's sake alone
+
+
 @dataclass
 class Options:
     """A method's settings for one network."""
@@ -420,7 +423,8 @@ class _Sources:
         others = [v for n in self.nodes[first + 1 :] for v in n.block.outputs]
         kept = nbytes(*(v.aval for v in self.nodes[first].block.outputs))
         seed = max((nbytes(v.aval) for v in seeds), default=0)
-        if 3 * kept <= seed and all(3 * nbytes(v.aval) <= seed for v in others):
+        smaller = 3 * kept <= seed and all(3 * nbytes(v.aval) <= seed for v in others)
+        if smaller and seed >= WORTHWHILE:
             self.forced[first] = "smaller than the cotangent that a sweep would start from"
 
     def _regular_anchors(self, every: int) -> None:

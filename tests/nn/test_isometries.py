@@ -105,7 +105,7 @@ def trained(layer, size, steps, rate):
 @pytest.mark.parametrize(
     ("cls", "channels", "taps", "steps", "rate"),
     [
-        (nn.OrthogonalConv1d, 8, 3, 200, 0.3),
+        slow(nn.OrthogonalConv1d, 8, 3, 200, 0.3),
         slow(nn.OrthogonalConv1d, 16, 5, 1000, 0.1),
         slow(nn.OrthogonalConv1d, 16, 5, 1000, 0.01),
         slow(nn.OrthogonalConv2d, 8, 3, 1000, 0.1),

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
 from weights import normal
 
 import moonwalk as mw
@@ -293,7 +292,8 @@ def test_what_is_no_layer():
         nn.Sequential([nn.Abs(), 3])
 
 
-@pytest.mark.parametrize("stride", [2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [2, 3])
 def test_a_pad_in_front_does_not_move_the_pivot(stride):
     """The layer chose its tap for the padding that it knows of."""
     keys = jax.random.split(jax.random.key(0), 4)

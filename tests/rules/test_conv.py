@@ -69,7 +69,7 @@ def _run(fun, x, h, mode):
     return (jax.jit(recover) if mode == "jit" else recover)(x, h)
 
 
-@pytest.mark.parametrize("draws", [16, slow(200)])
+@pytest.mark.parametrize("draws", [8, slow(200)])
 def test_drawn_convolutions(draws):
     """At least half of them must be such as can be recovered."""
     outcomes = {"recovered": 0, "refused": 0}

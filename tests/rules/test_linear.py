@@ -28,7 +28,7 @@ def products(draw):
     return batch, inner, free, out, x_order, w_order, draw(st.booleans()), mode, draw(st.integers(0, 99))
 
 
-@pytest.mark.parametrize("draws", [20, slow(200)])
+@pytest.mark.parametrize("draws", [8, slow(200)])
 def test_drawn_products(draws):
     given(products())(settings(max_examples=draws)(_one_product))()
 
