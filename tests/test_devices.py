@@ -539,6 +539,7 @@ def test_a_batch_that_shard_map_does_not_divide():
 # --- two processes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -51,6 +51,7 @@ def test_a_python_loop_is_in_the_same_class(dense):
     assert loop["moonwalk_mib"] <= 1.3 * dense["moonwalk_mib"]
 
 
+@pytest.mark.slow
 def test_the_unet_keeps_half_of_checkpointing():
     found = bench.unet_memory(ROWS)
     assert found["moonwalk_mib"] <= found["checkpoint_mib"] / 2

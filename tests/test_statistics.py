@@ -373,7 +373,8 @@ def test_gradient_in_a_scan(name, walks):
     assert plan.checked
 
 
-@pytest.mark.parametrize("make", [network, slow(scanned)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [network, scanned])
 def test_gradient_eagerly(make, walks):
     loss, params = make(folded(-1))
     found = mw.grad(loss)(params(PLAIN), X, Y)

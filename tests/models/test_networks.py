@@ -167,10 +167,10 @@ def test_bad_arguments(name):
 @pytest.mark.parametrize(
     ("make", "shape", "settings"),
     [
-        (models.isometric_cnn, (12, 1), dict(channels=4, padding="ZEROS")),
+        slow(models.isometric_cnn, (12, 1), dict(channels=4, padding="ZEROS")),
         slow(models.isometric_cnn, (12, 1), dict(channels=4)),
         slow(models.isometric_cnn, (6, 5, 2), dict(channels=3, activation="abs", head="mean")),
-        slow(models.isometric_mlp, (4, 3), dict(width=6)),
+        (models.isometric_mlp, (4, 3), dict(width=6)),
         slow(models.isometric_mlp, (4, 3), dict(width=5, activation="abs")),
     ],
 )

@@ -20,14 +20,16 @@ import moonwalk as mw
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
 KEY = jax.random.key(0)
+LONG = (
+    "CausalConv1d",
+    "Conv2d",
+    "OrthogonalConv1d, zeros",
+    "OrthogonalConv2d",
+)  # to train in `make test`
 EVERY = some(LAYERS, [name for name, layer in LAYERS.items() if not layer.slow])
 TRAINABLE = some(
     [name for name, layer in LAYERS.items() if layer.trainable],
-    [
-        name
-        for name, layer in LAYERS.items()
-        if layer.trainable and not layer.slow and name not in ("CausalConv1d", "OrthogonalConv1d, zeros")
-    ],
+    [name for name, layer in LAYERS.items() if layer.trainable and not layer.slow and name not in LONG],
 )
 MODES = {"vijp": "walk", "given": "walk", "fragment": "fragment", "anchor": "anchor"}
 
