@@ -26,7 +26,6 @@ from jax import lax
 
 import moonwalk as mw
 from moonwalk.bench.measuring import compiled as compiled
-from moonwalk.bench.measuring import options as options
 
 MIB = 2**20
 WIDTH = 256

@@ -22,6 +22,7 @@ import optax
 from jax import lax
 
 import moonwalk as mw
+from moonwalk import compat
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine as base
@@ -79,8 +80,7 @@ def held(step: Any, optimizer: Any, params: Any, *data: Any) -> float:
     """MiB beside donated arguments: argument + output + temp − alias, less the arguments."""
     args = (params, jax.eval_shape(optimizer.init, params), *data)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-    options = base.options()
-    program = lowered.compile(compiler_options=options) if options else lowered.compile()
+    program = lowered.compile(compiler_options=compat.barrier_options() or None)
     m = program.memory_analysis()
     return (m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes) / base.MIB
 

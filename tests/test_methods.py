@@ -144,11 +144,6 @@ def test_a_class_in_place_of_a_method():
 # --- Checkpoint -------------------------------------------------------------------------------------
 
 
-def temporaries(loss, method, *args):
-    run = mw.value_and_grad(loss, method=method, has_aux=True)
-    return jax.jit(run).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
 @pytest.mark.parametrize("depth", [7, slow(12), slow(16)])
 @pytest.mark.parametrize("segments", some([1, 3, 5, "sqrt", "block", "recursive"], [3, "recursive"]))
 @pytest.mark.parametrize("reverse", [slow(False), True])
@@ -359,7 +354,7 @@ def test_reversible_refuses_half_precision():
         mw.grad(looped, has_aux=True, method=mw.Reversible())(params, x)
 
 
-def test_reversible_inverts_structures_triangles_and_convolutions():
+def test_reversible_inverts_structures_triangles_and_free_products():
     keys = jax.random.split(jax.random.key(0), 5)
     w = jnp.tril(jax.random.normal(keys[0], (6, 6))) * 0.3 + jnp.eye(6)
     params = {
@@ -386,7 +381,7 @@ def test_reversible_inverts_structures_triangles_and_convolutions():
 
 
 @pytest.mark.slow
-def test_reversible_serves_couplings_and_isometric_convolutions():
+def test_reversible_serves_isometric_convolutions():
     model = mw.nn.Sequential(
         [
             mw.nn.OrthogonalConv1d(4, 3, key=jax.random.key(0)),

@@ -152,7 +152,7 @@ def _middle(layers: Sequence[int]) -> int:
 def _scan_bytes(segment: Segment, costs: Sequence[NodeCost]) -> int:
     """What a scan of checkpointed scans takes besides the states that it keeps outermost."""
     result = 0
-    for leaf in segment.leaves if isinstance(segment, Nested) else [segment]:
+    for leaf in segment.leaves:
         for place, periods in leaf.periods.items():
             (eqn,) = leaf.trunk.nodes[place].block.eqns
             first, carries = compat.scan_counts(eqn)[:2]
@@ -171,9 +171,8 @@ def _count(choice: Choice) -> int:
     """Segments that are run again, the innermost of nested ones."""
     result = 0
     for segment in choice.segments:
-        leaves = segment.leaves if isinstance(segment, Nested) else [segment]
-        for leaf in leaves:
-            assert isinstance(leaf, Plain)
+        assert isinstance(segment, Segment)
+        for leaf in segment.leaves:
             loops = [
                 -(-leaf.trunk.nodes[i].block.eqns[0].params["length"] // periods[-1])
                 for i, periods in leaf.periods.items()

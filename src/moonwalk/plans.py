@@ -15,7 +15,7 @@ from .registry import Gain
 from .residuals import nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Nested, Plain, live_bytes
+from .segments import Plain, live_bytes
 from .trunk import Node, Trunk
 from .walks import ForkStep, Step, Walk
 
@@ -176,8 +176,7 @@ def describe(
         elif isinstance(segment, Inverted):
             rows += _inverted_rows(segment, costs)
         else:
-            leaves = segment.leaves if isinstance(segment, Nested) else [segment]
-            for leaf in leaves:
+            for leaf in segment.leaves:
                 rows += _plain_rows(leaf, costs, chosen=isinstance(method, Moonwalk | PureForward))
     working = max(live_bytes(cut), default=0) + WORKING * largest_state(cut)
     walks = [s for s in choice.segments if isinstance(s, Walk)]

@@ -166,6 +166,11 @@ class Plain(Stretch):
         return "recompute" if self.recomputed else "store"
 
     @property
+    def leaves(self) -> list[Plain]:
+        """The innermost segments: itself."""
+        return [self]
+
+    @property
     def kept_bytes(self) -> int:
         return self.state_bytes if self.recomputed else self.stored_bytes
 
@@ -256,7 +261,7 @@ class Nested(Stretch):
     @property
     def leaves(self) -> list[Plain]:
         """The innermost segments."""
-        return [leaf for p in self.parts for leaf in (p.leaves if isinstance(p, Nested) else [p])]
+        return [leaf for part in self.parts for leaf in part.leaves]
 
     @property
     def kept_bytes(self) -> int:

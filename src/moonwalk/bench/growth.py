@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import compat
 from ..declare import declare
 from ..errors import MoonwalkError
 from . import measuring, methods
@@ -127,7 +128,7 @@ def roughly(fun: Any, *args: Any) -> Any:
     is then left as it comes, which takes half of the time.
     """
     rough = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    options = measuring.options() | (rough if jax.default_backend() == "cpu" else {})
+    options = compat.barrier_options() | (rough if jax.default_backend() == "cpu" else {})
     return jax.jit(fun).lower(*args).compile(compiler_options=options or None)
 
 

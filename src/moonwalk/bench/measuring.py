@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import gradient
+from .. import compat, gradient
 from ..errors import MoonwalkError, PlanWarning
 from . import methods, networks
 from .tasks import Task
@@ -42,22 +42,10 @@ _LONGEST = 2000  # characters of a message
 _CACHED = 2**28  # bytes: more takes longer to read than to make
 
 
-def options() -> dict[str, str | bool]:
-    """Compiler options with which XLA keeps what a program says.
-
-    In JAX 0.10, XLA's compiler for CPUs deletes optimisation barriers, merges the second forward pass of
-    `jax.checkpoint` or Moonwalk with the first, and keeps everything. Without this pass it does what
-    other backends, and later versions, do.
-    """
-    old = jax.__version__.startswith("0.10.")
-    on_cpu = jax.default_backend() == "cpu"
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if old and on_cpu else {}
-
-
 def compiled(fun: Any, *args: Any) -> Any:
     """`fun`, compiled for arguments, or types, like these."""
     lowered = jax.jit(fun).lower(*args)
-    return lowered.compile(compiler_options=options()) if options() else lowered.compile()
+    return lowered.compile(compiler_options=compat.barrier_options() or None)
 
 
 def memory(program: Any) -> dict[str, int]:
