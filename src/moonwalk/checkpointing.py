@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import compat, engine
-from .engine import Engine, Staging
+from .engine import Circumstances, Engine, Staging
 from .methods import Checkpoint
 from .planning import Choice, NodeCost
 from .plans import Plan
-from .registry import Gain
 from .residuals import nbytes
 from .segments import Nested, Plain
 from .trunk import Node, Trunk
@@ -30,20 +29,14 @@ Segment = Plain | Nested
 def plan(
     staging: Staging,
     method: Checkpoint,
-    *,
-    certify: bool,
-    signature: tuple[tuple[str, str], ...] = (),
-    gains: Iterable[tuple[Any, Gain]] = (),
-    values: dict[Any, Any] | None = None,
-    fused: bool = False,
+    call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """As `engine.plan`; nothing is walked, so there is nothing to measure or to certify."""
-    del certify, values
-    made = engine.draft(staging, method, certify=False, gains=gains, fused=fused)
+    made = engine.draft(staging, method, certify=False, gains=call.gains, fused=call.fused)
     choice = made.plain
     if method.segments is not None:
         choice = in_segments(made.cut, made.costs, method.segments)
-    described = made.describe(choice, method, signature)
+    described = made.describe(choice, method, call.signature)
     described = replace(described, segments=_count(choice))
     return Engine(staging, made.cut, choice.segments), described
 

@@ -171,6 +171,20 @@ class Engine:
         return out, gradients
 
 
+class Circumstances(NamedTuple):
+    """Of a call that is planned: what every planner is told beside the loss and the method.
+
+    `signature`: names and types of the arguments; `gains`: those that an earlier plan measured;
+    `values`: of the jaxpr's inputs, where gains are to be measured; `fused`: for `fused_update`.
+    """
+
+    certify: bool
+    signature: tuple[tuple[str, str], ...]
+    gains: Iterable[tuple[Any, Gain]]
+    values: dict[Any, Any] | None
+    fused: bool
+
+
 class Draft(NamedTuple):
     """A loss, cut and costed: what every method plans from."""
 
@@ -226,27 +240,24 @@ def draft(
 def plan(
     staging: Staging,
     method: Moonwalk,
-    *,
-    certify: bool,
-    signature: tuple[tuple[str, str], ...] = (),
-    gains: Iterable[tuple[Any, Gain]] = (),
-    values: dict[Any, Any] | None = None,
-    fused: bool = False,
+    call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """Cut, cost and plan."""
-    made = draft(staging, method, certify=certify, gains=gains, values=values, fused=fused)
+    made = draft(
+        staging, method, certify=call.certify, gains=call.gains, values=call.values, fused=call.fused
+    )
     whole, book, options, _, costs, plain = made
     choice = planning.choose_segments(whole, options, costs, book)
     if plain.total <= choice.total:
         choice = plain
     heeded = method.on_inexact != "ignore"
-    if not certify and heeded and any(s.is_estimated for s in choice.segments):
+    if not call.certify and heeded and any(s.is_estimated for s in choice.segments):
         # Measured gains drift with the weights, differences may cancel, inverses round: such a segment
         # carries its check.
         options.certify = True
         choice = planning.choose_segments(whole, options, costs, book)
     heed_weights(choice, book)
-    return Engine(staging, whole, choice.segments), made.describe(choice, method, signature)
+    return Engine(staging, whole, choice.segments), made.describe(choice, method, call.signature)
 
 
 def whole_walk(staging: Staging, made: Draft) -> tuple[Engine, Walk]:

@@ -13,7 +13,7 @@ error that would grow past the tolerance have no way out, and are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,13 +22,12 @@ import jax.numpy as jnp
 
 from . import compat, engine, graph, seeds, sources
 from .compat import Literal
-from .engine import Engine, Staging
+from .engine import Circumstances, Engine, Staging
 from .errors import NotSubmersiveError
 from .ledger import Ledger
 from .methods import PureForward
 from .planning import Choice, state_dtype
 from .plans import Plan
-from .registry import Gain
 from .residuals import nbytes
 from .scans import ScanStep
 from .segments import Plain, live_bytes
@@ -49,19 +48,15 @@ class Seed(NamedTuple):
 def plan(
     staging: Staging,
     method: PureForward,
-    *,
-    certify: bool,
-    signature: tuple[tuple[str, str], ...] = (),
-    gains: Iterable[tuple[Any, Gain]] = (),
-    values: dict[Any, Any] | None = None,
-    fused: bool = False,
+    call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """As `engine.plan`. The closure is always computed, and heeded: it costs a few jvps of the head."""
-    del certify
-    made = engine.draft(staging, method, certify=False, gains=gains, values=values, fused=fused)
+    made = engine.draft(
+        staging, method, certify=False, gains=call.gains, values=call.values, fused=call.fused
+    )
     choice, parts = choose(made.cut, made.options, made.book, method)
     engine.heed_weights(choice, made.book)
-    described = made.describe(choice, method, signature)
+    described = made.describe(choice, method, call.signature)
     rows = tuple(replace(r, bytes=0) for r in described.rows)  # nothing is kept from phase to phase
     tolerance = described.tolerance
     if method.tolerance is None:

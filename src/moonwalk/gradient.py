@@ -328,15 +328,8 @@ class Call:
             values = {
                 v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
             }
-        made, described = _PLANNERS[type(method)](
-            staged,
-            method,
-            certify=certify,
-            signature=signature,
-            gains=gains,
-            values=values,
-            fused=fused,
-        )
+        circumstances = engine.Circumstances(certify, signature, gains, values, fused)
+        made, described = _PLANNERS[type(method)](staged, method, circumstances)
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
         return made, described, staged

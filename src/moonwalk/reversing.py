@@ -8,17 +8,17 @@ refused otherwise: that is the price which the paper's Table 1 marks, and which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import compat, engine
-from .engine import Engine, Staging
+from .engine import Circumstances, Engine, Staging
 from .errors import NotInvertibleError
 from .inversion import Inverted, inverted_or_why
 from .methods import Reversible
 from .planning import Choice
 from .plans import Plan
-from .registry import Gain, Verdict
+from .registry import Verdict
 from .segments import Plain
 from .trunk import Node, Trunk
 
@@ -26,27 +26,21 @@ from .trunk import Node, Trunk
 def plan(
     staging: Staging,
     method: Reversible,
-    *,
-    certify: bool,
-    signature: tuple[tuple[str, str], ...] = (),
-    gains: Iterable[tuple[Any, Gain]] = (),
-    values: dict[Any, Any] | None = None,
-    fused: bool = False,
+    call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """As `engine.plan`. The state that inverses arrive at is always compared with the true one."""
-    del values
-    made = engine.draft(staging, method, certify=certify, gains=gains, fused=fused)
+    made = engine.draft(staging, method, certify=call.certify, gains=call.gains, fused=call.fused)
     cut = made.cut
     start, stop = bounds(cut)
     segments: list[Any] = [Plain(cut, 0, start, recomputed=False)] if start else []
     if start < stop:
-        certified = certify or method.on_inexact != "ignore"
+        certified = call.certify or method.on_inexact != "ignore"
         segments.append(Inverted(cut, start, stop, certify=certified, derived=True))
     if stop < len(cut.nodes):
         segments.append(Plain(cut, stop, len(cut.nodes), recomputed=False))
     transient = max((s.transient_bytes for s in segments), default=0)
     choice = Choice(segments, sum(s.kept_bytes for s in segments), transient)
-    return Engine(staging, cut, segments), made.describe(choice, method, signature)
+    return Engine(staging, cut, segments), made.describe(choice, method, call.signature)
 
 
 def bounds(cut: Trunk) -> tuple[int, int]:
