@@ -2,8 +2,9 @@
 
 A layer is a heavy node (a product, a convolution) and the light ones up to the next, or one turn of a
 scan. Segments are cut in front of layers, where the state alone is alive in most networks; a scan is a
-segment of its own, a scan of checkpointed scans. "recursive" cuts the layers into halves, those into
-halves, and so on: a forward pass more for every level, and no level keeps more than two states.
+segment of its own, a scan of checkpointed scans. "recursive" cuts the layers into quarters, those into
+quarters, and so on: a forward pass more for every level, and no level keeps more than four states.
+Halves would take twice the levels, of two states each: as much memory, and twice the passes.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Unit(NamedTuple):
 
 
 def in_segments(cut: Trunk, costs: Sequence[NodeCost], asked: int | str) -> Choice:
-    """Segments of equally many layers, or halves of halves."""
+    """Segments of equally many layers, or quarters of quarters."""
     units = _units(cut)
     depth = sum(u.layers for u in units)
     if asked == "recursive":
-        segments = _halves(cut, units) if units else []
+        segments = _quarters(cut, units) if units else []
     else:
         count = {"sqrt": round(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
         if count > max(1, depth):
@@ -117,29 +118,45 @@ def _evenly(cut: Trunk, units: Sequence[Unit], every: int) -> list[Segment]:
     return result
 
 
-def _halves(cut: Trunk, units: Sequence[Unit]) -> list[Segment]:
-    """Two segments, each halved in turn until single layers are left."""
+def _quarters(cut: Trunk, units: Sequence[Unit]) -> list[Segment]:
+    """Four segments, each quartered in turn until single layers are left."""
     if len(units) == 1:
         (unit,) = units
         if not _is_loop(cut.nodes[unit.start]):
             return [Plain(cut, unit.start, unit.stop)]
-        # Two halves each, and a layer where that leaves one over: code grows with the levels alone.
-        periods = tuple(unit.layers >> k for k in range(1, unit.layers.bit_length()))
+        periods = _periods(unit.layers)
         keeps = {unit.start: periods} if periods else None
         return [Plain(cut, unit.start, unit.stop, keeps, recomputed=False)]
-    middle = _middle([u.layers for u in units])
     result: list[Segment] = []
-    for half in (units[:middle], units[middle:]):
-        parts = _halves(cut, half)
-        once = any(n.calls_once for n in cut.nodes[half[0].start : half[-1].stop])
+    for part in (quarter for half in _halves(units) for quarter in _halves(half)):
+        parts = _quarters(cut, part)
+        once = any(n.calls_once for n in cut.nodes[part[0].start : part[-1].stop])
         result += parts if once or len(parts) == 1 else [Nested(parts)]
     return result
 
 
-def _middle(layers: Sequence[int]) -> int:
-    """Where to cut, between the first and the last, so that both sides have about as many layers."""
-    before = list(itertools.accumulate(layers))[:-1]
-    return 1 + min(range(len(before)), key=lambda i: abs(2 * before[i] - sum(layers)))
+def _halves(units: Sequence[Unit]) -> list[Sequence[Unit]]:
+    """Two runs of about as many layers; one, of a single unit."""
+    if len(units) == 1:
+        return [units]
+    before = list(itertools.accumulate(u.layers for u in units))
+    middle = 1 + min(range(len(before) - 1), key=lambda i: abs(2 * before[i] - before[-1]))
+    return [units[:middle], units[middle:]]
+
+
+def _periods(layers: int) -> tuple[int, ...]:
+    """Of a scan's levels: quarters, and what they leave over in one more; code grows with the levels.
+
+    **Example:**
+
+    >>> _periods(64), _periods(9), _periods(1)
+    ((16, 4, 1), (2, 1), ())
+    """
+    found = []
+    while layers > 1:
+        layers = max(1, layers // 4)
+        found.append(layers)
+    return tuple(found)
 
 
 def _scan_bytes(segment: Segment, costs: Sequence[NodeCost]) -> int:

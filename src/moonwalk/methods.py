@@ -35,17 +35,17 @@ class Backprop:
 class Checkpoint:
     """Reverse mode that keeps the states between segments, and runs each segment again.
 
-    Time O(n²L + ndL), at most one forward pass more (recursive: log₂ L of them); memory
-    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ), and over a scan two copies of what its
-    layers read). Segments are cut between the layers of the traced function, and scans become scans of
-    checkpointed scans; what would take more as a state than as residuals is stored, and so is a scan
-    that prints.
+    Time O(n²L + ndL), at most one forward pass more (recursive: log₄ L of them); memory
+    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ), and over a scan two copies of a third of
+    what its layers read). Segments are cut between the layers of the traced function, and scans become
+    scans of checkpointed scans; what would take more as a state than as residuals is stored, and so is
+    a scan that prints.
 
     **Arguments:**
 
     - `segments`: None, the mixture of storing and recomputing that keeps least, by the residuals' bytes;
         a number of segments of equally many layers (or fewer, where it does not divide their number);
-        "sqrt", the root of the depth; "block", one for every layer; "recursive", halves of halves.
+        "sqrt", the root of the depth; "block", one for every layer; "recursive", quarters of quarters.
     - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
     """
 

@@ -18,7 +18,8 @@ PRINTED = ("lower, slope 0.01", "lower, slope 0.1", "lower, slope 0.3")
 
 
 def tasks(request: Request) -> list[Task]:
-    others: tuple[str, ...] = ("checkpoint", "checkpoint-block", "accumulate-4")
+    others: tuple[str, ...] = ("checkpoint", "checkpoint-block", "checkpoint-sqrt")
+    others += ("checkpoint-recursive", "accumulate-4")
     printed = PRINTED
     if request.on_gpu:
         sizes, depths = common.Sizes(width=128, length=256, batch=128), (1, 4, 8)
@@ -27,7 +28,7 @@ def tasks(request: Request) -> list[Task]:
         others, printed = ("checkpoint",), PRINTED[:1]
     else:
         sizes, depths = common.Sizes(width=32, length=64, batch=16), (1, 2, 3, 4, 6)
-        others += ("checkpoint-recursive", "moonwalk-checkpoint")
+        others += ("moonwalk-checkpoint",)
     variant = STABLE + ", residual" if request.residual else STABLE
     make = common.maker("fig2", "pyramid", sizes, request)
     found = [

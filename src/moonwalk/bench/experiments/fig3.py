@@ -19,8 +19,14 @@ SPANS = (4, 8, 16)
 
 
 def tasks(request: Request) -> list[Task]:
-    others: tuple[str, ...] = ("moonwalk-fragment-8", "checkpoint", "checkpoint-block", "accumulate-4")
-    others += ("moonwalk", "moonwalk-measured")
+    others: tuple[str, ...] = ("moonwalk-fragment-8", "checkpoint", "checkpoint-block")
+    others += (
+        "checkpoint-sqrt",
+        "checkpoint-recursive",
+        "accumulate-4",
+        "moonwalk",
+        "moonwalk-measured",
+    )
     spans, slopes, aligned = (4, 16), SLOPES, (16,)
     if request.on_gpu:
         sizes, depths = common.Sizes(width=256, length=2048, batch=128), (6, 14, 22)

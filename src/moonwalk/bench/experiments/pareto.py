@@ -1,7 +1,8 @@
 """Memory against time: every method and setting on one network of orthogonal layers and |x|.
 
 Methods that take one pass per number (of the parameters, or of the first state) run where the network is
-small; elsewhere they would not end.
+small; elsewhere they would not end. |x| has no inverse: what `Reversible` takes is shown on the same
+layers with a leaky ReLU, beside the two it is compared with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ METHODS = (
     "moonwalk",
     "moonwalk-checkpoint",
 )
+INVERTIBLE, BESIDE = "slope 0.9", ("backprop", "reversible", "moonwalk")
 
 
 def tasks(request: Request) -> list[Task]:
@@ -39,7 +41,9 @@ def tasks(request: Request) -> list[Task]:
         methods += ("accumulate-16",)
     make = common.maker("pareto", "dense", sizes, request)
     kind = "same" if request.on_gpu else "float64"
-    return [make("abs", method, depth=depth, reference=kind) for method in methods]
+    every = [("abs", method) for method in methods]
+    every += [(INVERTIBLE, method) for method in (() if request.quick else BESIDE)]
+    return [make(variant, method, depth=depth, reference=kind) for variant, method in every]
 
 
 def summary(records: Sequence[Record]) -> list[Table]:
