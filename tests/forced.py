@@ -3,16 +3,23 @@
 import jax
 import numpy as np
 
-from moonwalk import engine, gradient
+from moonwalk import engine, gradient, sources
 
 
 def walked(loss, method, *args, certify=True, gains=()):
     """(gradients of the first argument, certificate, the walk)."""
     call, staged, flat = _staged(loss, args)
     made = engine.draft(staged, method, certify=certify, gains=gains)
-    whole, walk = engine.whole_walk(staged, made)
+    whole, walk = _whole_walk(staged, made)
     _, gradients, found = whole(*flat)
     return jax.tree.unflatten(call.tree, gradients)[0], found, walk
+
+
+def _whole_walk(staged, made):
+    envs = None if made.book.values is None else [made.book.values]
+    cut = made.cut
+    walk, _ = sources.plan_walk(cut, 0, len(cut.nodes), made.options, book=made.book, envs=envs)
+    return engine.Engine(staged, cut, [walk]), walk
 
 
 def _staged(loss, args):
@@ -26,7 +33,7 @@ def measured(loss, method, *args):
     _, staged, flat = _staged(loss, args)
     values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
     made = engine.draft(staged, method, certify=True, values=values)
-    engine.whole_walk(staged, made)
+    _whole_walk(staged, made)
     return tuple(made.book.recorded.items())
 
 

@@ -226,6 +226,7 @@ network(
     X,
     modes="fork",
     slow=True,
+    method=mw.Moonwalk(walk="always"),
 )
 network(
     "tanh",
@@ -243,6 +244,7 @@ network(
     [kernel((3,), 4, 4, (1,), "diagonal", seed=i) for i in range(4)],
     SEQUENCE,
     walked=2,
+    method=mw.Moonwalk(walk="always"),
 )
 network(
     "strided CNN 2D",
@@ -250,6 +252,7 @@ network(
     [kernel((3, 3), 4, 4, (1, 1), "lower", seed=i) for i in range(3)],
     IMAGE,
     walked=2,
+    method=mw.Moonwalk(walk="always"),
 )
 network(
     "strided CNN 3D",
@@ -257,6 +260,7 @@ network(
     [kernel((3, 3, 3), 2, 2, (1, 1, 1), "diagonal", seed=i) for i in range(2)],
     VOLUME,
     slow=True,
+    method=mw.Moonwalk(walk="always"),
 )
 network(
     "strided CNN, deep and orthogonal",
@@ -333,6 +337,7 @@ network(
     list(zip(orthogonals(4), orthogonals(4, seed=9), strict=True)),
     X,
     modes="fork",
+    method=mw.Moonwalk(walk="always"),
 )
 
 

@@ -70,7 +70,7 @@ EAGERLY = {
 def planned(case):
     name, checkpoint = CASES[case]
     n = NETWORKS[name]
-    method = dataclasses.replace(n.method, checkpoint=checkpoint)
+    method = dataclasses.replace(n.method, checkpoint=checkpoint, walk="always")
     return mw.plan(n.loss, *types(n.args), method=method, **n.options, **types(n.kwargs))
 
 
@@ -118,7 +118,7 @@ def all_walked():
     def choose(cut, options, costs, book, *, walks=True):
         if not walks:
             dear = own(cut, options, costs, book, walks=False)
-            dear.kept = 1 << 60
+            dear.peak = 1 << 60
             return dear
         walk, _ = planning.plan_walk(cut, 0, len(cut.nodes), options, book=book)
         whole = [planning.Piece("walk", 0, len(cut.nodes))]

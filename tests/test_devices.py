@@ -86,11 +86,13 @@ NETWORKS = {
         network_of(lambda x, w: leaky(conv(x, w, structure="diagonal"))),
         [kernel((3, 3), 8, 8, (1, 1), "diagonal", seed=i) for i in range(3)],
         IMAGES,
+        method=mw.Moonwalk(walk="always"),
     ),
     "skips": Network(
         network_of(lambda x, p: x + turn(turn(x, p[0]), p[1])),
         list(zip(orthogonals(2), orthogonals(2, seed=9), strict=True)),
         X,
+        method=mw.Moonwalk(walk="always"),
     ),
     "ReLU": Network(network_of(lambda x, w: jax.nn.relu(x @ w)), orthogonals(4), X, walks=False),
 }

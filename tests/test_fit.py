@@ -183,7 +183,11 @@ def test_a_gradient_that_is_not_finite_stops(signals):
 
 
 DRIFTING = dict(
-    optimizer=optax.adam(0.02), steps=10, batch=128, measure=True, method=mw.Moonwalk(tolerance=1e-5)
+    optimizer=optax.adam(0.02),
+    steps=10,
+    batch=128,
+    measure=True,
+    method=mw.Moonwalk(tolerance=1e-5, walk="always"),
 )
 
 

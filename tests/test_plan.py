@@ -333,14 +333,14 @@ def shortcut(x, w):
 def test_forks():
     """A state with two readers: the long way's cotangent is kept, and nobody needs the short way's."""
     ws = [(orthogonal(WIDTH, seed=i), orthogonal(WIDTH, seed=i + 9)) for i in range(4)]
-    plan = mw.plan(loss_of(shortcut), *structs(ws, X))
+    plan = mw.plan(loss_of(shortcut), *structs(ws, X), method=mw.Moonwalk(walk="always"))
     rows = [r for r in plan.rows if r.mode == "fork"]
     assert rows
     for row in rows:
         assert row.block == f"fork f64[{ROWS},{WIDTH}] ×2"
         assert row.why in ("keeps 1 of 2 cotangents", "keeps 0 of 2 cotangents")
         assert row.bytes in (0, STATE)
-    check(loss_of(shortcut), ws)
+    check(loss_of(shortcut), ws, method=mw.Moonwalk(walk="always"))
 
 
 def unet(p, x):

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from . import compat, engine
+from . import engine, peaks
+from .costs import NodeCost
 from .engine import Circumstances, Engine, Staging
 from .methods import Checkpoint
-from .planning import Choice, NodeCost
+from .planning import Choice
 from .plans import Plan
-from .residuals import nbytes
 from .segments import Nested, Plain
 from .trunk import Node, Trunk
 
@@ -65,9 +65,9 @@ def in_segments(cut: Trunk, costs: Sequence[NodeCost], asked: int | str) -> Choi
                 "network whose input is differentiated is one only if that is named in inputs=)"
             )
         segments = _evenly(cut, units, -(-depth // max(1, count)))
-    inside = [_scan_bytes(s, costs) for s in segments]
-    transient = max((s.transient_bytes + b for s, b in zip(segments, inside, strict=True)), default=0)
-    return Choice(list(segments), sum(s.kept_bytes for s in segments), transient)
+    transient = max((s.transient_bytes for s in segments), default=0)
+    kept = sum(s.kept_bytes for s in segments)
+    return Choice(list(segments), kept, transient, peaks.peak(cut, segments, costs))
 
 
 def _units(cut: Trunk) -> list[Unit]:
@@ -157,24 +157,6 @@ def _periods(layers: int) -> tuple[int, ...]:
         layers = max(1, layers // 4)
         found.append(layers)
     return tuple(found)
-
-
-def _scan_bytes(segment: Segment, costs: Sequence[NodeCost]) -> int:
-    """What a scan of checkpointed scans takes besides the states that it keeps outermost."""
-    result = 0
-    for leaf in segment.leaves:
-        for place, periods in leaf.periods.items():
-            (eqn,) = leaf.trunk.nodes[place].block.eqns
-            first, carries = compat.scan_counts(eqn)[:2]
-            state = nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
-            length = max(1, eqn.params["length"])
-            inner = sum(-(-a // b) for a, b in itertools.pairwise(periods))
-            layer = costs[place].backprop // length
-            # Every level has its own copy of what its layers read, and of the gradients of that.
-            read = nbytes(*(v.aval for v in eqn.invars[first + carries :])) // length
-            copies = 2 * read * sum(periods[:-1])
-            result = max(result, inner * state + min(periods) * layer + copies)
-    return result
 
 
 def _count(choice: Choice) -> int:

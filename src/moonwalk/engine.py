@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from . import certificate, checks, compat, graph, phases, planning, plans, sources, staging, trunk
 from .certificate import Certificate
 from .compat import Literal
+from .costs import NodeCost, node_costs
 from .declare import declare_p
 from .errors import EffectError
 from .ledger import Ledger
 from .methods import Moonwalk
 from .partition import MOVING
-from .planning import Choice, NodeCost
+from .planning import Choice
 from .plans import Plan
 from .registry import Gain
 from .residuals import nbytes
@@ -232,7 +233,7 @@ def draft(
                 graph.run([e], values)
     book = Book(gains, values)
     options, tolerance = planning.options_for(whole, method, certify)
-    costs = planning.node_costs(whole, fused=fused)
+    costs = node_costs(whole, fused=fused)
     plain = planning.choose_segments(whole, options, costs, book, walks=False)
     return Draft(whole, book, options, tolerance, costs, plain)
 
@@ -248,7 +249,7 @@ def plan(
     )
     whole, book, options, _, costs, plain = made
     choice = planning.choose_segments(whole, options, costs, book)
-    if plain.total <= choice.total:
+    if plain.peak <= choice.peak and not options.always:
         choice = plain
     heeded = method.on_inexact != "ignore"
     if not call.certify and heeded and any(s.is_estimated for s in choice.segments):
@@ -258,14 +259,6 @@ def plan(
         choice = planning.choose_segments(whole, options, costs, book)
     heed_weights(choice, book)
     return Engine(staging, whole, choice.segments), made.describe(choice, method, call.signature)
-
-
-def whole_walk(staging: Staging, made: Draft) -> tuple[Engine, Walk]:
-    """One walk over everything, even where storing or recomputing keeps less: to measure walks alone."""
-    envs = None if made.book.values is None else [made.book.values]
-    cut = made.cut
-    walk, _ = sources.plan_walk(cut, 0, len(cut.nodes), made.options, book=made.book, envs=envs)
-    return Engine(staging, cut, [walk]), walk
 
 
 def heed_weights(choice: Choice, book: Book) -> None:

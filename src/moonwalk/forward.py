@@ -139,7 +139,7 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
     state = max(live_bytes(cut), default=0)
     transient = state * 2 * (min(method.chunk, count) + 1) + nbytes(*(s.variable.aval for s in found))
     parts = Parts(stem, walk, head, found, count)
-    return Choice(parts.segments, 0, transient), parts
+    return Choice(parts.segments, 0, transient, transient + 4 * state), parts
 
 
 def _obstacle(step: Step) -> str | None:

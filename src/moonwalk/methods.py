@@ -20,6 +20,7 @@ from .fragments import Fragment
 
 CHECKPOINT = ("auto", "sqrt", "block")
 SEGMENTS = ("sqrt", "recursive", "block")
+WALK = ("auto", "always")
 ON_INEXACT = ("raise", "nan", "ignore")
 
 
@@ -193,6 +194,8 @@ class Moonwalk:
     - `on_inexact`: what happens when a walk whose error no trace can bound (`Plan.checked`), or any walk
         with `certify=True`, turns out worse than the tolerance: "raise", "nan" (the gradients) or
         "ignore" (and then only `certify=True` still looks).
+    - `walk`: "auto", where that takes less memory than storing or recomputing; "always", wherever it can
+        be done, as in the paper.
     """
 
     tolerance: float | None = None
@@ -202,8 +205,13 @@ class Moonwalk:
     walk_precision: Any = None
     inputs: tuple[int, ...] = ()
     on_inexact: str = "raise"
+    walk: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.walk not in WALK:
+            raise ValueError(
+                f"Moonwalk: walk must be one of {', '.join(map(repr, WALK))}, got {self.walk!r}"
+            )
         if self.anchor_every is not None and (
             not isinstance(self.anchor_every, int) or self.anchor_every < 1
         ):

@@ -5,7 +5,7 @@ what ∂y/∂x needs and its anchor, storing it costs all its residuals, recompu
 state at its start, once, and all its residuals while it is differentiated; with `checkpoint=`, a walk
 may be recomputed likewise; inverting a run of blocks costs the state at its end, and one block while it
 is differentiated. A dynamic program over the nodes finds the least sum, once for each of a few limits on
-what a recomputed stretch may take.
+what a recomputed stretch may take; of what it finds, that is chosen which `peaks` says takes least.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import compat, inversion
+from . import compat, inversion, peaks
+from .costs import NodeCost
 from .inversion import Inverted
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
-from .residuals import Residual, nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Nested, Plain, full_residual, live_bytes
+from .segments import Nested, Plain, live_bytes
 from .sources import MARGIN, Book, Growth, Options, evenly, period_for, plan_walk
-from .trunk import Node, Trunk
+from .trunk import Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import Step, Walk
 
@@ -37,119 +37,13 @@ Segment = Walk | Plain | Nested | Inverted
 
 
 @dataclass
-class NodeCost:
-    """Bytes of one node: what ∂y/∂x needs, and what ∂y/∂θ needs besides."""
-
-    m_x: int
-    m_theta: int
-    period: int | None = None  # of a scan that is cheaper as a scan of checkpointed scans
-    transient: int = 0  # of such a scan: the residuals of one period
-    carries: int = 0  # and the carries that it keeps
-    stored: int = 0  # what storing keeps: less than all, where the state itself is less
-    gradients: int = 0  # of stacked weights, where they would otherwise not all exist at once
-
-    @property
-    def backprop(self) -> int:
-        """Everything that reverse mode keeps."""
-        return self.m_x + self.m_theta
-
-    @property
-    def full(self) -> int:
-        """What differentiating the node by itself takes, at its best."""
-        kept = self.stored if self.period is None else self.carries + self.transient
-        return kept + self.gradients
-
-
-def node_costs(cut: Trunk, *, fused: bool = False) -> list[NodeCost]:
-    """M_x and M_θ of every node, by tracing its pullbacks.
-
-    `fused`: gradients are applied as they come, but those of a scan that is not walked come at once.
-    """
-    memory: dict[Any, NodeCost] = {}
-    result = []
-    for node in cut.nodes:
-        key = _signature(node, cut)
-        if key is None or key not in memory:
-            cost = _node_cost(node, cut)
-            if key is not None:
-                memory[key] = cost
-        else:
-            cost = memory[key]
-        if fused and node.is_scan:
-            cost = replace(cost, gradients=nbytes(*(v.aval for v in node.weights)))
-        result.append(cost)
-    return result
-
-
-def _signature(node: Node, cut: Trunk) -> Any:
-    """What makes two nodes cost the same: equal equations between equal types."""
-    numbers: dict[Any, int] = {}
-    rows = []
-    block = node.block
-    for v in (*block.inputs, *block.operands):
-        numbers[v] = len(numbers)
-    for e in block.eqns:
-        atoms = []
-        for v in e.invars:
-            if hasattr(v, "val"):
-                atoms.append(("literal", str(v.aval), str(v.val)))
-            else:
-                atoms.append((numbers.setdefault(v, len(numbers)), str(v.aval)))
-        for v in e.outvars:
-            numbers.setdefault(v, len(numbers))
-        params = tuple(sorted((k, v) for k, v in e.params.items()))
-        rows.append((e.primitive, tuple(atoms), params))
-    flags = tuple(cut.kinds(block.operands))
-    wanted = tuple(v in node.weights for v in block.operands)
-    outputs = tuple(numbers.get(v) for v in (*block.outputs, *block.exports))
-    key = (type(block), tuple(rows), flags, wanted, outputs, tuple(str(v.aval) for v in block.inputs))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _node_cost(node: Node, cut: Trunk) -> NodeCost:
-    block = node.block
-    if node.is_aside or node.is_fork:
-        return NodeCost(0, 0)
-    x, operands = block.structs()
-
-    def wrt_x(x: Any, operands: Any) -> Any:
-        return jax.vjp(lambda *x: block(x, operands), *x)
-
-    whole = full_residual(node, cut)
-    m_x = Residual(wrt_x, x, operands, cut.kinds(block.operands)).leaf_bytes if x else 0
-    m_x = min(m_x, whole.leaf_bytes)
-    cost = NodeCost(m_x, whole.leaf_bytes - m_x, stored=whole.bytes)
-    if node.is_scan and not node.effects:
-        _checkpoint_cost(node, cost)
-    return cost
-
-
-def _checkpoint_cost(node: Node, cost: NodeCost) -> None:
-    """The period at which a scan of checkpointed scans keeps least."""
-    (eqn,) = node.block.eqns
-    length = eqn.params["length"]
-    num_consts, num_carry = compat.scan_counts(eqn)
-    carry = nbytes(*(v.aval for v in eqn.invars[num_consts : num_consts + num_carry]))
-    layer = cost.backprop / max(1, length)
-    best = cost.stored
-    for k in (k for k in range(1, length + 1) if length % k == 0):
-        kept, transient = carry * (length // k), int(layer * k)
-        if kept + transient < best:
-            best = kept + transient
-            cost.period, cost.carries, cost.transient = k, kept, transient
-
-
-@dataclass
 class Choice:
-    """A way to cut the trunk into segments, and what it keeps."""
+    """A way to cut the trunk into segments, what it keeps, and what it takes at once."""
 
     segments: list[Segment]
     kept: int
     transient: int
+    peak: int  # by `peaks`
 
     @property
     def total(self) -> int:
@@ -168,18 +62,23 @@ def choose_segments(
     best: Choice | None = None
     chosen: list[Piece] = []
     # Whoever asks for anchors by number asks for states that are kept, not had by an inverse.
-    reversible = _Reversible(cut) if walks and options.anchor_every is None else None
-    for allowed in (True, False) if walks else (False,):
-        walked = _Walked(steps, again=options.checkpoint == "auto") if allowed else None
+    may_invert = walks and options.anchor_every is None and not options.always
+    reversible = _Reversible(cut) if may_invert else None
+    for allowed in (True, *([] if options.always else [False])) if walks else (False,):
+        walked = _Walked(steps, options) if allowed else None
+        least, seen = math.inf, []
         for limit in _transients(costs, walked, reversible):
             found = _segments(cut, costs, walked, reversible, limit)
-            if found is None:
+            if found is None or found[1] in seen:
                 continue
             estimate, pieces = found
-            if best is not None and estimate >= best.total:
+            seen.append(pieces)
+            # Walks take time to plan: one that keeps more than another is not looked at.
+            if allowed and estimate >= least:
                 continue
             choice = _realise(cut, pieces, costs, options, book)
-            if best is None or choice.total < best.total:
+            least = min(least, choice.total)
+            if best is None or choice.peak < best.peak:
                 best, chosen = choice, pieces
     assert best is not None
     if walks and options.checkpoint not in (None, "auto"):
@@ -222,13 +121,14 @@ def _cut_walks(steps: Sequence[Step], pieces: Sequence[Piece], count: int | str)
 class _Walked:
     """What walking costs, node by node."""
 
-    def __init__(self, steps: Sequence[Step], *, again: bool):
-        """`again`: whether Phase I may be run again from the state at a segment's start."""
-        self.steps, self.again = steps, again
+    def __init__(self, steps: Sequence[Step], options: Options):
+        self.steps = steps
+        self.again = options.checkpoint == "auto"  # Phase I, from the state at a segment's start
         # A scan whose layers are not walked would be run again and stored, all of it, in Phase II.
         self.never = [
             (s.node.calls_once or s.node.is_scan) and not isinstance(s, ScanStep) for s in steps
         ]
+        self.must = [options.always and not never for never in self.never]
         self.bytes: list[float] = [
             math.inf if never else s.kept_bytes + s.memo_bytes
             for s, never in zip(steps, self.never, strict=True)
@@ -327,8 +227,9 @@ def _segments(
     """Dynamic program: (bytes, pieces)."""
     n = len(costs)
     live = live_bytes(cut)
-    store = [c.full for c in costs]
     infinite = math.inf
+    must = [False] * n if walked is None else walked.must
+    store = [infinite if m else c.full for c, m in zip(costs, must, strict=True)]
     must_recompute = [node.checkpointed for node in cut.nodes]
     best = [infinite] * (n + 1)  # least bytes for the nodes before
     best[0] = 0
@@ -336,7 +237,7 @@ def _segments(
     walk_start = [0] * (n + 1)
     back: list[Piece | None] = [None] * (n + 1)
     # What calls back must run once: it is stored, unless its scan is walked.
-    full = [infinite if node.calls_once else c.full for c, node in zip(costs, cut.nodes, strict=True)]
+    full = [infinite if node.calls_once else b for b, node in zip(store, cut.nodes, strict=True)]
     stretches = _Stretches(cut, full, live, limit)
     again = _Stretches(cut, walked.inner, live, limit) if walked is not None and walked.again else None
     spent: dict[int, int] = {}  # what a segment of a scan takes, or a run that is inverted
@@ -465,7 +366,7 @@ def _realise(
             segments.append(plain)
             kept += plain.kept_bytes
             transient = max(transient, plain.transient_bytes + inner)
-    return Choice(segments, kept, transient)
+    return Choice(segments, kept, transient, peaks.peak(cut, segments, costs))
 
 
 def _in_segments(walk: Walk, every: int, options: Options) -> ScanWalk:
@@ -547,4 +448,5 @@ def options_for(cut: Trunk, method: Planned, certify: bool) -> tuple[Options, fl
     if isinstance(method, Moonwalk):
         options.fragments, options.wish = True, method.fragment
         options.anchor_every, options.checkpoint = method.anchor_every, method.checkpoint
+        options.always = method.walk == "always"
     return options, tolerance

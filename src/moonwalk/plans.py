@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import compat
+from .costs import NodeCost, node_costs
 from .inversion import Bystander, Inverted, OneBlock, Part
 from .methods import Moonwalk, PureForward
-from .planning import Choice, NodeCost, Planned, node_costs
+from .peaks import backprop_peak
+from .planning import Choice, Planned
 from .registry import Gain
 from .residuals import nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Plain, live_bytes
+from .segments import Plain
 from .trunk import Node, Trunk
 from .walks import ForkStep, Step, Walk
-
-WORKING = 3  # activations alive at once besides what is kept and the state itself: h, and both anew
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,6 @@ def describe(
         else:
             for leaf in segment.leaves:
                 rows += _plain_rows(leaf, costs, chosen=isinstance(method, Moonwalk | PureForward))
-    working = max(live_bytes(cut), default=0) + WORKING * largest_state(cut)
     walks = [s for s in choice.segments if isinstance(s, Walk)]
     inverted = [s for s in choice.segments if isinstance(s, Inverted)]
     steps = [s for w in walks for s in _all_steps(w)]
@@ -187,9 +186,9 @@ def describe(
         method=method,
         tolerance=tolerance,
         kept_bytes=choice.kept,
-        peak_bytes=choice.total - _seed_bytes(choice) + working + weight_side_bytes,
-        backprop_bytes=sum(c.backprop for c in costs) + working + weight_side_bytes,
-        checkpoint_bytes=plain.total + working + weight_side_bytes,
+        peak_bytes=choice.peak + weight_side_bytes,
+        backprop_bytes=backprop_peak(cut, costs) + weight_side_bytes,
+        checkpoint_bytes=plain.peak + weight_side_bytes,
         weight_side_bytes=weight_side_bytes,
         walked=sum(s.is_walked and not isinstance(s, ScanStep) for s in steps),
         anchors=sum(s.source == "anchor" and not s.is_stem for s in steps if not isinstance(s, ScanStep))
@@ -212,22 +211,6 @@ def _all_steps(walk: Walk) -> list[Step]:
         if isinstance(step, ScanStep) and step.source != "none":
             result += _all_steps(step.walk)
     return result
-
-
-def _seed_bytes(choice: Choice) -> int:
-    """Seeds of scans over the data: the h that Phase II ends with, which is alive anyhow."""
-    return sum(
-        nbytes(*(s.ins[j].aval for j in s.seeded))
-        for w in choice.segments
-        if isinstance(w, Walk)
-        for s in w.steps
-        if isinstance(s, ScanStep)
-    )
-
-
-def largest_state(cut: Trunk) -> int:
-    """Bytes of the largest activation."""
-    return max((nbytes(v.aval) for n in cut.nodes for v in n.block.outputs), default=0)
 
 
 def _line(node: Node) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import compat, engine
+from . import compat, engine, peaks
 from .engine import Circumstances, Engine, Staging
 from .errors import NotInvertibleError
 from .inversion import Inverted, inverted_or_why
@@ -39,7 +39,8 @@ def plan(
     if stop < len(cut.nodes):
         segments.append(Plain(cut, stop, len(cut.nodes), recomputed=False))
     transient = max((s.transient_bytes for s in segments), default=0)
-    choice = Choice(segments, sum(s.kept_bytes for s in segments), transient)
+    kept = sum(s.kept_bytes for s in segments)
+    choice = Choice(segments, kept, transient, peaks.peak(cut, segments, made.costs))
     return Engine(staging, cut, segments), made.describe(choice, method, call.signature)
 
 

@@ -135,31 +135,32 @@ class Plain(Stretch):
             None if n.is_aside or n.is_fork else full_residual(n, trunk, periods.get(start + i, ()))
             for i, n in enumerate(self.nodes)
         ]
-        self.stored_bytes = self._stored_bytes()
+        self.kept_by_node = self._kept_by_node()
+        self.stored_bytes = sum(self.kept_by_node)
         once = any(n.calls_once for n in self.nodes)
         asked = any(n.checkpointed for n in self.nodes)  # what the user checkpointed is never stored
         if recomputed is None:
             recomputed = self.state_bytes < self.stored_bytes
         self.recomputed = not once and (asked or recomputed)
 
-    def _stored_bytes(self) -> int:
-        """Of all nodes together; a state that several of them keep is kept once."""
+    def _kept_by_node(self) -> list[int]:
+        """What storing keeps; a state that several nodes keep is the first one's."""
         source = {copy: n.block.inputs[0] for n in self.nodes if n.is_fork for copy in n.block.outputs}
-        states: dict[Any, int] = {}
-        total = 0
+        states: set[Any] = set()
+        result = []
         for node, residual in zip(self.nodes, self.residuals, strict=True):
-            if residual is None:
-                continue
-            for place, aval in residual.held:
-                size = nbytes(aval)
-                if place is None:
-                    total += size
-                else:
+            total = 0
+            for place, aval in residual.held if residual is not None else ():
+                if place is not None:
                     v = (*node.block.inputs, *node.block.operands)[place]
                     while v in source:
                         v = source[v]
-                    states[v] = size
-        return total + sum(states.values())
+                    if v in states:
+                        continue
+                    states.add(v)
+                total += nbytes(aval)
+            result.append(total)
+        return result
 
     @property
     def kind(self) -> str:
@@ -204,7 +205,7 @@ class Plain(Stretch):
             assert residual is not None
             pullback = residual.restore(kept[i], [fixed.get(v) for v in block.operands])
             arriving = [a.astype(v.aval.dtype) for a, v in zip(arriving, block.outputs, strict=True)]
-            if _is_one_product(node):
+            if is_one_product(node):
                 # The state is read by the gradient alone: take that first, and the state is gone before
                 # its cotangent, which is as large, is made.
                 box = {"found": pullback(tuple(arriving))[1], "arriving": arriving}
@@ -287,7 +288,7 @@ class Nested(Stretch):
         return []
 
 
-def _is_one_product(node: Node) -> bool:
+def is_one_product(node: Node) -> bool:
     """Whether ∂y/∂x and ∂y/∂θ of a node with weights share no work."""
     has_both = bool(node.weights and node.block.inputs)
     return has_both and [e.primitive in PRODUCTS for e in node.block.eqns] == [True]

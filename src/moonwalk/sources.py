@@ -136,6 +136,7 @@ class Options:
     fragments: bool = True  # whether blocks may keep part of a cotangent
     wish: Fragment | None = None  # how, if the user says so
     checkpoint: Any = None  # how walks are cut into segments whose Phase I is run again
+    always: bool = False  # walk whatever can be walked, even where something else takes less
 
 
 def plan_walk(

@@ -86,7 +86,7 @@ def test_what_would_be_measured(tmp_path):
     done = run("fig2", "depth", "--quick", "--dry-run", "--out", tmp_path / "none")
     assert done.exit_code == 0
     words = " ".join(done.output.split())
-    assert "memory and time over depth: 7 measurements" in words
+    assert "memory and time over depth: 9 measurements" in words
     assert "3 measurements, then what they find is run" in words
     assert not (tmp_path / "none").exists()
 

@@ -192,7 +192,7 @@ def _scatter(axis: Any, panel: Panel) -> None:
             zorder=3,
         )
         _wrong(axis, series)
-    axis.margins(x=0.22, y=0.14)
+    axis.margins(x=0.3, y=0.14)
     _scales(axis, panel)
 
 
@@ -245,16 +245,19 @@ def _names(axis: Any, panel: Panel) -> None:
     place = {s.name: axis.transData.transform((s.points[-1].x, s.points[-1].y)) for s in panel.series}
     taken = [(x - 5, y - 5, 10.0, 10.0) for x, y in place.values()] if scattered else []
     unit = axis.figure.dpi / 72
+    frame = axis.get_window_extent().bounds
     for text, series in named:
         (x, y), wide, tall = place[series.name], 4.4 * len(text) * unit, 8.5 * unit
         tried = []
         for dx, dy in _AROUND if scattered else _BEHIND:
             left = x + unit * dx - (0 if dx > 0 else wide if dx < 0 else wide / 2)
             box = (left, y + unit * dy - tall / 2, wide, tall)
-            tried.append((sum(_overlap(box, other) for other in taken), len(tried), dx, dy, box))
+            outside = wide * tall - _overlap(box, frame) if scattered else 0.0  # over ticks and names
+            covered = sum(_overlap(box, other) for other in taken) + outside
+            tried.append((round(covered, 3), len(tried), dx, dy, box))
         _, _, dx, dy, box = min(tried)
         taken.append(box)
-        axis.annotate(
+        name = axis.annotate(
             text,
             (series.points[-1].x, series.points[-1].y),
             xytext=(dx, dy),
@@ -265,6 +268,7 @@ def _names(axis: Any, panel: Panel) -> None:
             color=series.style.colour,
             annotation_clip=False,
         )
+        name.set_in_layout(not scattered)  # or the axes would move from under names in their midst
 
 
 _AROUND = [(d, v) for v in (0, 7, -7, 14, -14, 21, -21, 28) for d in (8, -8, 0) if (d, v) != (0, 0)]

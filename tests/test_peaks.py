@@ -1,0 +1,100 @@
+"""What plans say about memory, and whether they choose what takes least; nothing runs."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from marks import slow
+
+import moonwalk as mw
+from moonwalk.bench import measuring, networks
+from moonwalk.bench.tasks import Task
+
+pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
+
+ROWS, WIDTH = 4096, 64
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+SQUARE = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+
+
+def temp(method, loss, args):
+    return measuring.memory(measuring.compiled(mw.value_and_grad(loss, method=method), *args))[
+        "temp_bytes"
+    ]
+
+
+def turn(x, w):
+    return jax.nn.leaky_relu(x @ mw.declare(w, "orthogonal"), 0.3)
+
+
+def looped(ws, x):
+    for w in ws:
+        x = turn(x, w)
+    return jnp.mean(x**2)
+
+
+def scanned(ws, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (turn(x, w), None), x, ws)[0] ** 2)
+
+
+def relus(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x**2)
+
+
+def shrinking(ws, x):
+    for w in ws:
+        x = jax.nn.leaky_relu(x @ mw.declare(w, "lower"), 0.3)
+    return jnp.mean(x**2)
+
+
+def matrices(*widths):
+    return [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in itertools.pairwise(widths)]
+
+
+def stack(depth):
+    return jax.ShapeDtypeStruct((depth, WIDTH, WIDTH), jnp.float32)
+
+
+WIDE = jax.ShapeDtypeStruct((ROWS, 512), jnp.float32)
+CASES = {
+    "walked": (looped, ([SQUARE] * 16, X), mw.Moonwalk()),
+    "walked scan": (scanned, (stack(32), X), mw.Moonwalk()),
+    "checkpointed": (relus, ([SQUARE] * 16, X), mw.Checkpoint()),
+    "checkpointed scan": (scanned, (stack(32), X), mw.Checkpoint()),
+    "checkpointed scan of a length without divisors": (scanned, (stack(31), X), mw.Checkpoint()),
+    "recursive scan": (scanned, (stack(32), X), mw.Checkpoint("recursive")),
+    "shrinking": (shrinking, (matrices(512, 384, 256, 192, 128, 64, 32), WIDE), mw.Moonwalk()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_are_predicted(name):
+    loss, args, method = CASES[name]
+    predicted, found = mw.plan(loss, *args, method=method).peak_bytes, temp(method, loss, args)
+    assert abs(predicted / found - 1) <= 0.25, (predicted, found)
+
+
+def pyramid(variant):
+    return networks.make(Task("fig2", "pyramid", "moonwalk", variant, 4, 16, 64, 8))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["lower, slope 0.01", slow("identity, slope 0.25"), slow("identity, slope 0.25, residual")],
+)
+def test_a_plan_of_a_pyramid_takes_no_more_than_others(variant):
+    """Its first state is as large as all others together: what walks save there is never missed."""
+    net = pyramid(variant)
+    args = net.types()
+    own, *others = (temp(m, net.loss, args) for m in (mw.Moonwalk(), mw.Checkpoint(), mw.Backprop()))
+    assert own <= 1.02 * min(others)
+
+
+@pytest.mark.parametrize("depth", [22, slow(31), slow(36)])
+def test_tuned_checkpointing_is_no_worse_than_the_root_of_the_depth(depth):
+    args = (stack(depth), X)
+    tuned, root = (temp(m, scanned, args) for m in (mw.Checkpoint(), mw.Checkpoint("sqrt")))
+    assert tuned <= 1.01 * root
