@@ -192,12 +192,10 @@ def in_float32(tree):
 
 FLOAT32 = {
     "MLP with anchors",
-    "MaxMin",
     "strided CNN 2D",
     "patchify",
     "scan with biases, between layers",
     "scan, reversed, a last period that is shorter",
-    "LoRA",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,7 +112,10 @@ def _checkpoint_cost(node: Node, cost: NodeCost) -> None:
     """The period at which a scan of checkpointed scans keeps least."""
     length = node.block.eqns[0].params["length"]
     best = cost.stored
-    for period in range(1, length + 1):
+    root = math.isqrt(length)
+    # For every number of periods the shortest: 2 √L of them.
+    periods = {*range(1, root + 1), *(-(-length // count) for count in range(1, root + 1))}
+    for period in sorted(periods):
         kept, transient = in_periods(node, cost.backprop, (period,))
         if kept + transient < best:
             best = kept + transient

@@ -23,8 +23,11 @@ KEY = jax.random.key(0)
 LONG = (
     "CausalConv1d",
     "Conv2d",
+    "Conv2d, identity",
     "OrthogonalConv1d, zeros",
     "OrthogonalConv2d",
+    "Patchify",
+    "Stack",
 )  # to train in `make test`
 EVERY = some(LAYERS, [name for name, layer in LAYERS.items() if not layer.slow])
 TRAINABLE = some(
