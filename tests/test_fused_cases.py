@@ -351,7 +351,9 @@ def test_optimizers_on_stacked_leaves(name, layered):
 
 @pytest.mark.parametrize("name", some([*ONE_PASS, *TWO_PASSES, *PER_LEAF, *WHOLE_LEAF], FAST_SEPARATE))
 def test_optimizers_on_separate_leaves(name):
-    compare_steps(separate, SEPARATE, {**ONE_PASS, **TWO_PASSES, **PER_LEAF, **WHOLE_LEAF}[name])
+    count = 1 if name == "distance of a leaf" else 3  # as above
+    optimizer = {**ONE_PASS, **TWO_PASSES, **PER_LEAF, **WHOLE_LEAF}[name]
+    compare_steps(separate, SEPARATE, optimizer, count=count)
 
 
 @pytest.mark.parametrize("name", [*ONE_PASS, *TWO_PASSES, *PER_LEAF, *WHOLE_LEAF])
@@ -489,7 +491,7 @@ def test_an_optimizer_that_prints_is_refused():
         return updates
 
     text = refused(optax.stateless(noisy))
-    assert re.search(r"`debug_\w+` at .*test_fused.py.*: it prints or calls back, so", text)
+    assert re.search(r"`debug_\w+` at .*test_fused\w*.py.*: it prints or calls back, so", text)
 
 
 def test_something_that_is_no_optimizer():

@@ -373,3 +373,52 @@ def test_a_unet_keeps_at_most_what_its_plan_says():
 @pytest.mark.slow
 def test_the_gradient_of_a_unet():
     check(unet, UNET)
+
+
+# --- what must be run again, or once ------------------------------------------------------------------
+
+
+ODD = [
+    mw.Moonwalk(),
+    mw.Moonwalk(walk="always"),
+    slow(mw.Moonwalk(walk="always", checkpoint="auto")),
+    mw.Checkpoint(),
+    slow(mw.Checkpoint("recursive")),
+]
+
+
+@pytest.mark.parametrize("method", ODD)
+def test_a_checkpointed_scan_behind_a_wide_state(method):
+    """It cannot be walked, nor stored, and no stretch may begin before it where all else is walked."""
+
+    def body(carry, w):
+        y, b = carry
+        return (jnp.tanh(y * w), jnp.tanh(b + jnp.sum(y * w))), None
+
+    def loss(ws, x):
+        wide, stack, square = ws
+        y = turn(turn(x, square), square) @ wide
+        z = jax.checkpoint(lambda y, b, s: lax.scan(body, (y, b), s)[0][1])(y, jnp.sum(square[0]), stack)
+        return z**2 + z
+
+    ws = (normal(WIDTH, 4 * WIDTH), normal(3, 4 * WIDTH), orthogonal(WIDTH))
+    check(loss, ws, method=method)
+
+
+@pytest.mark.parametrize("method", ODD)
+def test_what_prints_inside_a_checkpoint_runs_once(method):
+    seen = []
+
+    def body(x, w):
+        jax.debug.callback(lambda _: seen.append(1), x[0, 0])
+        return jnp.tanh(x @ w), None
+
+    def loss(ws, x):
+        scanned = jax.checkpoint(lambda x, ws: lax.scan(body, x, ws)[0])
+        return jnp.mean(turn(scanned(turn(x, ws[0]), ws), ws[1]) ** 2)
+
+    ws = jnp.stack([orthogonal(WIDTH, seed=i) for i in range(3)])
+    found = jax.jit(mw.grad(loss, method=method))(ws, X)
+    jax.effects_barrier()
+    assert len(seen) == 3
+    np.testing.assert_allclose(found, jax.grad(loss)(ws, X), atol=1e-12)

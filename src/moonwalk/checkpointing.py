@@ -3,8 +3,9 @@
 A layer is a heavy node (a product, a convolution) and the light ones up to the next, or one turn of a
 scan. Segments are cut in front of layers, where the state alone is alive in most networks; a scan is a
 segment of its own, a scan of checkpointed scans. "recursive" cuts the layers into quarters, those into
-quarters, and so on: a forward pass more for every level, and no level keeps more than four states.
-Halves would take twice the levels, of two states each: as much memory, and twice the passes.
+quarters, and so on: a forward pass more for every level, and no level keeps more than three states
+beside the one it starts from. Halves would keep one, on twice the levels: two thirds of the states, for
+twice the passes.
 """
 
 from __future__ import annotations
@@ -65,9 +66,8 @@ def in_segments(cut: Trunk, costs: Sequence[NodeCost], asked: int | str) -> Choi
                 "network whose input is differentiated is one only if that is named in inputs=)"
             )
         segments = _evenly(cut, units, -(-depth // max(1, count)))
-    transient = max((s.transient_bytes for s in segments), default=0)
     kept = sum(s.kept_bytes for s in segments)
-    return Choice(list(segments), kept, transient, peaks.peak(cut, segments, costs))
+    return Choice(list(segments), kept, peaks.peak(cut, segments, costs))
 
 
 def _units(cut: Trunk) -> list[Unit]:
@@ -150,11 +150,11 @@ def _periods(layers: int) -> tuple[int, ...]:
     **Example:**
 
     >>> _periods(64), _periods(9), _periods(1)
-    ((16, 4, 1), (2, 1), ())
+    ((16, 4, 1), (3, 1), ())
     """
     found = []
     while layers > 1:
-        layers = max(1, layers // 4)
+        layers = -(-layers // 4)
         found.append(layers)
     return tuple(found)
 

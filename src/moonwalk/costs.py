@@ -131,9 +131,10 @@ def in_periods(node: Node, backprop: int, periods: Sequence[int]) -> tuple[int, 
     length = max(1, eqn.params["length"])
     first, carries = compat.scan_counts(eqn)[:2]
     carry = nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
-    read = nbytes(*(v.aval for v in eqn.invars[first + carries :]))
+    stacked = eqn.invars[first + carries :]
+    read = nbytes(*(v.aval for v in stacked), *(v.aval for v in stacked if v in node.weights))
     counts = [-(-a // b) for a, b in itertools.pairwise((length, *periods))]
-    # Every level inside has its own copy of what its layers read, and of the gradients of that; so have
-    # whole periods where they leave layers over.
-    copies = 2 * read * sum(periods[:-1]) // length + (2 * read if length % periods[0] else 0)
+    # Every level inside has its own copy of what its layers read, and of gradients; so have whole
+    # periods where they leave layers over.
+    copies = read * sum(periods[:-1]) // length + (read if length % periods[0] else 0)
     return carry * counts[0], carry * sum(counts[1:]) + backprop * periods[-1] // length + copies

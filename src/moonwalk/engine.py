@@ -249,7 +249,7 @@ def plan(
     )
     whole, book, options, _, costs, plain = made
     choice = planning.choose_segments(whole, options, costs, book)
-    if plain.peak <= choice.peak and not options.always:
+    if plain.peak <= plans.WORTH * choice.peak and not options.always:
         choice = plain
     heeded = method.on_inexact != "ignore"
     if not call.certify and heeded and any(s.is_estimated for s in choice.segments):

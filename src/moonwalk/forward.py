@@ -137,9 +137,11 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
     stem = Plain(cut, 0, start) if start else None
     head = Plain(cut, stop, n) if stop < n else None
     state = max(live_bytes(cut), default=0)
-    transient = state * 2 * (min(method.chunk, count) + 1) + nbytes(*(s.variable.aval for s in found))
+    # The jvps side by side, each with a state and its tangent; then both states and both cotangents.
+    peak = state * 2 * (min(method.chunk, count) + 1) + nbytes(*(s.variable.aval for s in found))
+    peak += 4 * state
     parts = Parts(stem, walk, head, found, count)
-    return Choice(parts.segments, 0, transient, transient + 4 * state), parts
+    return Choice(parts.segments, 0, peak), parts
 
 
 def _obstacle(step: Step) -> str | None:

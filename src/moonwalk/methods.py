@@ -37,14 +37,14 @@ class Checkpoint:
     """Reverse mode that keeps the states between segments, and runs each segment again.
 
     Time O(n²L + ndL), at most one forward pass more (recursive: log₄ L of them); memory
-    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ), and over a scan two copies of a third of
-    what its layers read). Segments are cut between the layers of the traced function, and scans become
-    scans of checkpointed scans; what would take more as a state than as residuals is stored, and so is
-    a scan that prints.
+    O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ), and over a scan copies of what its
+    layers read, of a third or of all). Segments are cut between the layers of the traced function, and
+    scans become scans of checkpointed scans; what would take more as a state than as residuals is
+    stored, and so is a scan that prints.
 
     **Arguments:**
 
-    - `segments`: None, the mixture of storing and recomputing that keeps least, by the residuals' bytes;
+    - `segments`: None, the mixture of storing and recomputing whose peak is predicted to be least;
         a number of segments of equally many layers (or fewer, where it does not divide their number);
         "sqrt", the root of the depth; "block", one for every layer; "recursive", quarters of quarters.
     - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
@@ -186,7 +186,7 @@ class Moonwalk:
         taken as it is, with a certificate. None: the largest staggered span that the tolerance allows,
         as far as that is known.
     - `checkpoint`: walks in segments whose Phase I is run again from the state at their start: less
-        memory for one more forward pass. None: none; "auto": as many as keep least; a number of
+        memory for one more forward pass. None: none; "auto": as many as take least; a number of
         segments; "sqrt": as many as the root of the depth; "block": one for every layer.
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (in TF32: little, so that it stays within 1e-2), true float32 elsewhere.
@@ -194,8 +194,8 @@ class Moonwalk:
     - `on_inexact`: what happens when a walk whose error no trace can bound (`Plan.checked`), or any walk
         with `certify=True`, turns out worse than the tolerance: "raise", "nan" (the gradients) or
         "ignore" (and then only `certify=True` still looks).
-    - `walk`: "auto", where that takes less memory than storing or recomputing; "always", wherever it can
-        be done, as in the paper.
+    - `walk`: "auto", where that takes a tenth less memory than storing or recomputing; "always",
+        wherever it can be done, as in the paper.
     """
 
     tolerance: float | None = None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from . import compat
 from .costs import NodeCost, in_periods
@@ -33,7 +32,7 @@ from .walks import Walk
 Segment = Walk | Plain | Nested | Inverted
 
 
-def peak(trunk: Trunk, segments: Sequence[Any], costs: Sequence[NodeCost]) -> int:
+def peak(trunk: Trunk, segments: Sequence[Segment], costs: Sequence[NodeCost]) -> int:
     """The most bytes alive at once, beside arguments and results."""
     return _Passes(trunk, costs).through(segments)
 
@@ -50,6 +49,7 @@ class _Passes:
     def __init__(self, trunk: Trunk, costs: Sequence[NodeCost]):
         self.nodes, self.costs = trunk.nodes, costs
         self.live = live_bytes(trunk)
+        self.passing = _passing_bytes(trunk)
 
     def through(self, segments: Sequence[Segment]) -> int:
         """Forward over the segments, and back."""
@@ -64,8 +64,8 @@ class _Passes:
 
     # -- one node --------------------------------------------------------------------------------
     def states(self, i: int) -> int:
-        """Before and after node i; of a loop, its carry inside."""
-        around = self.live[i] + self.live[i + 1]
+        """Before and after node i, what passes it by once; of a loop, its carry inside."""
+        around = self.live[i] + self.live[i + 1] - self.passing[i]
         return max(around, 2 * carry_bytes(self.nodes[i])) if self.nodes[i].is_scan else around
 
     def reverse(self, i: int, before: int, kept: int) -> int:
@@ -139,6 +139,9 @@ class _Passes:
         residuals = sum(s.kept_bytes for s in steps)
         memos = [s.memo_bytes for s in steps]
         top, after = 0, 0
+        if walk.recomputed:  # Phase I once more
+            last = walk.stop - 1
+            top = residuals + self.states(last) + self.live[walk.stop]
         for k in reversed(range(len(steps))):  # Phase II
             top = max(top, residuals + after + self.states(walk.start + k))
             after += memos[k]
@@ -146,8 +149,9 @@ class _Passes:
             i = walk.start + k
             has_h = k > 0 and steps[k - 1].source != "none" and not steps[k - 1].is_stem
             seeded = k == 0 and bool(walk.seeds)
-            h_in = self.live[i] if has_h or seeded else 0
-            h_out = self.live[i + 1] if step.is_walked else 0  # an anchor is a memo already
+            h_in = nbytes(*(v.aval for v in step.block.inputs)) if has_h or seeded else 0
+            # An anchor is a memo already.
+            h_out = nbytes(*(v.aval for v in step.block.outputs)) if step.is_walked else 0
             working = self.states(i) + h_in + h_out
             if isinstance(step, ScanStep):
                 # Its seed is the h that Phase II ends with, which is one of the two.
@@ -156,6 +160,21 @@ class _Passes:
             residuals -= step.kept_bytes
             after -= memos[k]
         return start + top
+
+
+def _passing_bytes(trunk: Trunk) -> list[int]:
+    """Of what is alive before and after a node that does not touch it, such as a skip."""
+    n = len(trunk.nodes)
+    change = [0] * (n + 1)
+    born = dict.fromkeys(trunk.state, 0)
+    for i, node in enumerate(trunk.nodes):
+        born.update((v, i + 1) for v in (*node.block.outputs, *node.block.exports))
+    for v, start in born.items():
+        stop = trunk.last_read.get(v, -1)
+        if stop > start:
+            change[start] += nbytes(v.aval)
+            change[stop] -= nbytes(v.aval)
+    return list(itertools.accumulate(change))[:n]
 
 
 def carry_bytes(node: Node) -> int:

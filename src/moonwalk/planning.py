@@ -24,16 +24,16 @@ from . import compat, inversion, peaks
 from .costs import NodeCost
 from .inversion import Inverted
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
+from .peaks import Segment
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Nested, Plain, live_bytes
+from .segments import Plain, live_bytes
 from .sources import MARGIN, Book, Growth, Options, evenly, period_for, plan_walk
 from .trunk import Trunk
 from .twins import PRODUCTS, cotangent_dtype
 from .walks import Step, Walk
 
 Planned = Moonwalk | PureForward | Checkpoint | Reversible  # methods that a plan is made for
-Segment = Walk | Plain | Nested | Inverted
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Choice:
 
     segments: list[Segment]
     kept: int
-    transient: int
     peak: int  # by `peaks`
+    transient: int = 0  # while one of them is differentiated
 
     @property
     def total(self) -> int:
@@ -78,12 +78,25 @@ def choose_segments(
                 continue
             choice = _realise(cut, pieces, costs, options, book)
             least = min(least, choice.total)
+            if allowed and not options.always and not _recovers(choice):
+                continue
             if best is None or choice.peak < best.peak:
                 best, chosen = choice, pieces
     assert best is not None
     if walks and options.checkpoint not in (None, "auto"):
         return _realise(cut, _cut_walks(steps, chosen, options.checkpoint), costs, options, book)
     return best
+
+
+def _recovers(choice: Choice) -> bool:
+    """Whether its walks recover a cotangent anywhere: between anchors, recomputing does as well."""
+    walks = [s for s in choice.segments if isinstance(s, Walk)]
+    return not walks or any(map(_walk_recovers, walks))
+
+
+def _walk_recovers(walk: Walk) -> bool:
+    loops = [s.walk for s in walk.steps if isinstance(s, ScanStep) and s.source != "none"]
+    return any(s.is_walked for s in walk.steps) or any(map(_walk_recovers, loops))
 
 
 def _cut_walks(steps: Sequence[Step], pieces: Sequence[Piece], count: int | str) -> list[Piece]:
@@ -230,14 +243,20 @@ def _segments(
     infinite = math.inf
     must = [False] * n if walked is None else walked.must
     store = [infinite if m else c.full for c, m in zip(costs, must, strict=True)]
-    must_recompute = [node.checkpointed for node in cut.nodes]
+    # What prints or calls back runs once, though the user may have wrapped it in `jax.checkpoint`.
+    must_recompute = [node.checkpointed and not node.calls_once for node in cut.nodes]
     best = [infinite] * (n + 1)  # least bytes for the nodes before
     best[0] = 0
     walking = [infinite] * (n + 1)  # the same, inside a walk
     walk_start = [0] * (n + 1)
     back: list[Piece | None] = [None] * (n + 1)
     # What calls back must run once: it is stored, unless its scan is walked.
-    full = [infinite if node.calls_once else b for b, node in zip(store, cut.nodes, strict=True)]
+    # A scan in periods is a checkpoint of its own: run again it would keep the same once more.
+    once = [
+        node.calls_once or (cost.period is not None and not again)
+        for node, cost, again in zip(cut.nodes, costs, must_recompute, strict=True)
+    ]
+    full = [infinite if o else b for b, o in zip(store, once, strict=True)]
     stretches = _Stretches(cut, full, live, limit)
     again = _Stretches(cut, walked.inner, live, limit) if walked is not None and walked.again else None
     spent: dict[int, int] = {}  # what a segment of a scan takes, or a run that is inverted
@@ -311,6 +330,8 @@ class _Stretches:
             for i in range(n + 1)
             if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
         }
+        # Where no stretch may reach further back, one has to begin.
+        self.narrow |= {i + 1 for i, size in enumerate(sizes) if math.isinf(size)}
         self.window: list[int] = [0]
 
     def size(self, start: int, stop: int) -> int:
@@ -355,7 +376,7 @@ def _realise(
             transient = max(transient, run.transient_bytes + gradients)
         else:
             periods = {k: (c.period,) for k, c in enumerate(costs) if i <= k < j and c.period}
-            plain = Plain(cut, i, j, periods)
+            plain = Plain(cut, i, j, periods, recomputed=False if periods else None)
             inner = max((costs[k].transient for k in periods), default=0)
             inner += max(c.gradients for c in costs[i:j])
             if j == len(cut.nodes) and plain.recomputed and not any(n.checkpointed for n in plain.nodes):
@@ -366,7 +387,7 @@ def _realise(
             segments.append(plain)
             kept += plain.kept_bytes
             transient = max(transient, plain.transient_bytes + inner)
-    return Choice(segments, kept, transient, peaks.peak(cut, segments, costs))
+    return Choice(segments, kept, peaks.peak(cut, segments, costs), transient)
 
 
 def _in_segments(walk: Walk, every: int, options: Options) -> ScanWalk:

@@ -21,6 +21,8 @@ from .segments import Plain
 from .trunk import Node, Trunk
 from .walks import ForkStep, Step, Walk
 
+WORTH = 1.1  # times the memory: less is not worth a walk, which takes longer and rounds; nor silence
+
 
 @dataclass(frozen=True)
 class Row:
@@ -91,7 +93,7 @@ class Plan:
                 "inputs: method=moonwalk.Moonwalk(inputs=...)"
             )
         best = min(self.backprop_bytes, self.checkpoint_bytes)
-        if self.peak_bytes <= 0.9 * best:
+        if WORTH * self.peak_bytes <= best:
             return None
         costly = max(self.rows, key=lambda r: r.bytes * r.times, default=None)
         text = (

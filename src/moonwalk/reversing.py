@@ -38,9 +38,8 @@ def plan(
         segments.append(Inverted(cut, start, stop, certify=certified, derived=True))
     if stop < len(cut.nodes):
         segments.append(Plain(cut, stop, len(cut.nodes), recomputed=False))
-    transient = max((s.transient_bytes for s in segments), default=0)
     kept = sum(s.kept_bytes for s in segments)
-    choice = Choice(segments, kept, transient, peaks.peak(cut, segments, made.costs))
+    choice = Choice(segments, kept, peaks.peak(cut, segments, made.costs))
     return Engine(staging, cut, segments), made.describe(choice, method, call.signature)
 
 

@@ -456,6 +456,11 @@ class ScanStep(Step):
     def sweep(
         self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
     ) -> list[Any]:
+        if self.source == "none":  # no weight in it, nor a cotangent behind it that is walked to
+            for v in self.block.inputs:
+                h.pop(v, None)
+            self.run(fixed, x, again=True)
+            return []
         body = self.body
         memo, seeds, h_ys = memo
         operands, carry = self.operands_of(fixed, x)
