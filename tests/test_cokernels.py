@@ -293,7 +293,7 @@ FIRST = orthogonal(12, seed=20)
 def test_networks(name, scanned):
     layer, params, share, why = NETS[name]
     loss, args = whole(layer, scanned), ((FIRST, params), FLAT)
-    plan = mw.plan(loss, *args)
+    plan = mw.plan(loss, *args, method=mw.Moonwalk(walk="always"))
     found = rows_of(plan)
     assert sum(r.times for r in found) == 3, str(plan)
     for row in found:
@@ -395,7 +395,7 @@ def test_singular_weights():
     )
     with pytest.raises(mw.SingularError, match=message):
         mw.value_and_grad(loss, method=trust)(pairs, FLAT)
-    rows = rows_of(mw.plan(loss, pairs, FLAT))
+    rows = rows_of(mw.plan(loss, pairs, FLAT, method=mw.Moonwalk(walk="always")))
     assert len(rows) == 2  # measured, its gain is too large: that one is an anchor, or stored
 
 
@@ -468,7 +468,7 @@ def test_own_fragment_in_a_loop_with_batched_weights():
     ups = [jnp.stack([orthogonal(16, seed=9 * i + e) for e in range(2)], 2) for i in range(3)]
     downs = [stack(general, 16, 12, count=2) for _ in range(3)]
     args = ((FIRST, list(zip(ups, downs, strict=True))), normal(ROWS, 2, 12, seed=5))
-    plan = mw.plan(loss, *args)
+    plan = mw.plan(loss, *args, method=mw.Moonwalk(walk="always"))
     assert [r.why.split(";")[0] for r in rows_of(plan)] == ["fragment: 25 % of the cotangent"] * 3
     compare_all(loss, *args, method=plan)
 
