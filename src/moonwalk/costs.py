@@ -129,12 +129,17 @@ def in_periods(node: Node, backprop: int, periods: Sequence[int]) -> tuple[int, 
     """
     (eqn,) = node.block.eqns
     length = max(1, eqn.params["length"])
-    first, carries = compat.scan_counts(eqn)[:2]
-    carry = nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
-    stacked = eqn.invars[first + carries :]
+    carry, stacked = carry_bytes(node), eqn.invars[sum(compat.scan_counts(eqn)[:2]) :]
     read = nbytes(*(v.aval for v in stacked), *(v.aval for v in stacked if v in node.weights))
     counts = [-(-a // b) for a, b in itertools.pairwise((length, *periods))]
     # Every level inside has its own copy of what its layers read, and of gradients; so have whole
     # periods where they leave layers over.
     copies = read * sum(periods[:-1]) // length + (read if length % periods[0] else 0)
     return carry * counts[0], carry * sum(counts[1:]) + backprop * periods[-1] // length + copies
+
+
+def carry_bytes(node: Node) -> int:
+    """Of a scan's carry."""
+    (eqn,) = node.block.eqns
+    first, carries = compat.scan_counts(eqn)[:2]
+    return nbytes(*(v.aval for v in eqn.invars[first : first + carries]))

@@ -19,14 +19,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from . import compat
-from .costs import NodeCost, in_periods
+from .costs import NodeCost, carry_bytes, in_periods
 from .inversion import Inverted
 from .residuals import nbytes
 from .scan_walks import ScanWalk
 from .scans import ScanStep
-from .segments import Nested, Plain, is_one_product, live_bytes
-from .trunk import Node, Trunk
+from .segments import Nested, Plain, is_one_product, live_bytes, passing_bytes
+from .trunk import Trunk
 from .walks import Walk
 
 Segment = Walk | Plain | Nested | Inverted
@@ -49,7 +48,7 @@ class _Passes:
     def __init__(self, trunk: Trunk, costs: Sequence[NodeCost]):
         self.nodes, self.costs = trunk.nodes, costs
         self.live = live_bytes(trunk)
-        self.passing = _passing_bytes(trunk)
+        self.passing = passing_bytes(trunk)
 
     def through(self, segments: Sequence[Segment]) -> int:
         """Forward over the segments, and back."""
@@ -160,25 +159,3 @@ class _Passes:
             residuals -= step.kept_bytes
             after -= memos[k]
         return start + top
-
-
-def _passing_bytes(trunk: Trunk) -> list[int]:
-    """Of what is alive before and after a node that does not touch it, such as a skip."""
-    n = len(trunk.nodes)
-    change = [0] * (n + 1)
-    born = dict.fromkeys(trunk.state, 0)
-    for i, node in enumerate(trunk.nodes):
-        born.update((v, i + 1) for v in (*node.block.outputs, *node.block.exports))
-    for v, start in born.items():
-        stop = trunk.last_read.get(v, -1)
-        if stop > start:
-            change[start] += nbytes(v.aval)
-            change[stop] -= nbytes(v.aval)
-    return list(itertools.accumulate(change))[:n]
-
-
-def carry_bytes(node: Node) -> int:
-    """Of a scan's carry."""
-    (eqn,) = node.block.eqns
-    first, carries = compat.scan_counts(eqn)[:2]
-    return nbytes(*(v.aval for v in eqn.invars[first : first + carries]))

@@ -64,7 +64,7 @@ def choose_segments(
     # Whoever asks for anchors by number asks for states that are kept, not had by an inverse.
     may_invert = walks and options.anchor_every is None and not options.always
     reversible = _Reversible(cut) if may_invert else None
-    for allowed in (True, *([] if options.always else [False])) if walks else (False,):
+    for allowed in (False,) if not walks else (True,) if options.always else (True, False):
         walked = _Walked(steps, options) if allowed else None
         least, seen = math.inf, []
         for limit in _transients(costs, walked, reversible):

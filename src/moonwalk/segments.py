@@ -10,7 +10,8 @@ keep a pre-activation for the sake of its sign, where a bit of it is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -301,17 +302,24 @@ def graph_value(x: Env, fixed: Env, v: Any) -> Any:
 
 def live_bytes(trunk: Trunk) -> list[int]:
     """Bytes of the activations alive before each node (and after the last)."""
+    return _overlaps(trunk, lambda first, last: (first, last + 1))
+
+
+def passing_bytes(trunk: Trunk) -> list[int]:
+    """Of those that are alive both before and after each node, such as a skip over it."""
+    return _overlaps(trunk, lambda first, last: (first, last))[:-1]
+
+
+def _overlaps(trunk: Trunk, span: Callable[[int, int], tuple[int, int]]) -> list[int]:
+    """Bytes of the activations by place, each over the `span` of where it is first and last alive."""
     born: dict[Any, int] = {v: 0 for v in trunk.state}
     for i, n in enumerate(trunk.nodes):
         born.update((v, i + 1) for v in (*n.block.outputs, *n.block.exports))
     change = [0] * (len(trunk.nodes) + 2)
-    for v, start in born.items():
-        stop = trunk.last_read.get(v, -1)
-        if stop >= start:
+    for v, first in born.items():
+        last = trunk.last_read.get(v, -1)
+        if last >= first:
+            start, stop = span(first, last)
             change[start] += nbytes(v.aval)
-            change[stop + 1] -= nbytes(v.aval)
-    total, result = 0, []
-    for delta in change[:-1]:
-        total += delta
-        result.append(total)
-    return result
+            change[stop] -= nbytes(v.aval)
+    return list(itertools.accumulate(change[:-1]))
