@@ -495,7 +495,9 @@ def branching(params, x, flag):
     return square(x)
 
 
-network("cond", branching, orthogonals(10), X, jnp.array(True), walked=4)
+network(
+    "cond", branching, orthogonals(10), X, jnp.array(True), method=mw.Moonwalk(walk="always"), walked=4
+)
 network(
     "own checkpoint",
     network_of(

@@ -138,6 +138,7 @@ __all__ = [
     "on_every_device",
     "open_jaxpr",
     "origin",
+    "runs",
     "scan_counts",
     "sees_devices",
     "sharded_axes",
@@ -174,6 +175,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     """Every jaxpr that an equation holds: of calls, loops, branches."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
     return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+
+
+def runs(eqn: JaxprEqn, primitive: Primitive) -> bool:
+    """Whether an equation is of this primitive, or calls one that is."""
+    return eqn.primitive is primitive or any(
+        runs(e, primitive) for inner in inner_jaxprs(eqn) for e in inner.eqns
+    )
 
 
 class ScanCounts(NamedTuple):

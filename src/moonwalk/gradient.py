@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from . import baselines, checkpointing, checks, compat, engine, forward, reversing
-from .certificate import Certificate
+from .certificate import Certificate, Findings, Place, summary
 from .engine import Engine
-from .errors import InexactError, PlanMismatchError, PlanWarning
+from .errors import DeclarationError, InexactError, PlanMismatchError, PlanWarning
 from .methods import (
     Backprop,
     Checkpoint,
@@ -86,7 +87,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
-        value, aux, gradients, found = call.differentiate(method, certify)
+        value, aux, gradients, found = call.differentiate(method)
         value = (value, aux) if has_aux else value
         return (value, gradients, found) if certify else (value, gradients)
 
@@ -118,7 +119,7 @@ def grad(
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = Call("grad", fun, argnums, has_aux, args, kwargs)
-        _, aux, gradients, found = call.differentiate(method, certify)
+        _, aux, gradients, found = call.differentiate(method)
         result = ((gradients, aux) if has_aux else (gradients,)) + ((found,) if certify else ())
         return result if len(result) > 1 else gradients
 
@@ -149,7 +150,7 @@ def plan(
         method = method.method
     settings = check_planned("plan", method)
     call = Call("plan", fun, argnums, has_aux, args, kwargs)
-    return call.plan(settings, certify=False, anew=True)[1]
+    return call.plan(settings, anew=True)[1]
 
 
 def check_method(method: Any) -> None:
@@ -304,7 +305,7 @@ class Call:
 
     # -- planning --------------------------------------------------------------------------------
     def plan(
-        self, method: Planned | Plan, *, certify: bool, fused: bool = False, anew: bool = False
+        self, method: Planned | Plan, *, fused: bool = False, anew: bool = False
     ) -> tuple[Engine, Plan, engine.Staging]:
         """`anew`: measure gains even where an earlier call has."""
         signature = self.signature()
@@ -328,7 +329,7 @@ class Call:
             values = {
                 v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
             }
-        circumstances = engine.Circumstances(certify, signature, gains, values, fused)
+        circumstances = engine.Circumstances(signature, gains, values, fused)
         made, described = _PLANNERS[type(method)](staged, method, circumstances)
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
@@ -344,11 +345,11 @@ class Call:
                 raise
             return run()
 
-    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+    def differentiate(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
         """(value, auxiliary data, gradients, certificate)."""
-        return self.measuring(method, lambda: self._differentiate(method, certify))
+        return self.measuring(method, lambda: self._differentiate(method))
 
-    def _differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+    def _differentiate(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
         if isinstance(method, Backprop):
             found, gradients = jax.value_and_grad(self.fun, self.argnums, self.has_aux)(
                 *self.args, **self.kwargs
@@ -365,14 +366,14 @@ class Call:
             else:
                 out, gradients = baselines.projected(staged, method, flat, self._direction(method))
             return *self.results(out), self._as_arguments(gradients), Certificate.exact()
-        made, described, staged = self.plan(method, certify=certify)
+        made, described, staged = self.plan(method)
         if isinstance(method, Moonwalk | PureForward):
             _advise(self.fun, described)
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
-        if described.checked:
-            gradients = heed(gradients, found, described, settings)
-        return *self.results(out), self._as_arguments(gradients), found
+        gradients = heed(gradients, found, made.places, settings)
+        certificate = summary(found, made.places)
+        return *self.results(out), self._as_arguments(gradients), certificate
 
     def _as_arguments(self, gradients: Sequence[Any]) -> Any:
         result = jax.tree.unflatten(self.tree, gradients)
@@ -460,50 +461,108 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
-def heed(gradients: list[Any], found: Certificate, described: Plan, method: Planned) -> list[Any]:
-    """Act where a walk was less exact than its tolerance."""
-    if method.on_inexact == "ignore":
+def heed(gradients: list[Any], found: Findings, places: Sequence[Place], method: Planned) -> list[Any]:
+    """Act where a certificate exceeds what its place allows.
+
+    Where the reverse pass itself is not finite, neither is backpropagation's, and the gradient is NaN.
+    """
+    if method.on_inexact == "ignore" or not places:
         return gradients
-    bad = ~(found.error <= described.tolerance)
+    exceeds = found.errors > jnp.asarray([p.limit for p in places], jnp.float32)
+    bad = jnp.any(exceeds)
     if method.on_inexact == "raise":
-        text = _inexact_text(described, method)
+        report = _Report(tuple(places), method)
         known = compat.concrete(bad)
-        if known is not None:
-            if known.any():
-                raise InexactError(
-                    f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})"
-                )
-            return gradients
-        # The check hangs on a number, not on the gradients: through its callback they would be copied.
-        bad = checks.raise_when_run(bad, bad, text)
+        if known is None:
+            # The check hangs on a number, not on the gradients: through its callback they would be copied.
+            bad = checks.raise_when_run(bad, bad, report, found.errors, found.layers)
+        elif known.any():
+            raise report(np.asarray(found.errors), np.asarray(found.layers))
+    bad = bad | jnp.any(jnp.isnan(found.errors))
     return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
 
 
-def _inexact_text(described: Plan, method: Planned) -> str:
-    if isinstance(method, PureForward):
-        return (
-            "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative "
-            f"by more than the tolerance {described.tolerance:.1e}: the examples are not independent "
-            "(per_example=True), a declared structure does not hold, or the weights have drifted from "
-            "those that the plan measured; leave per_example out, plan anew, or pass "
-            "on_inexact='nan' or 'ignore'"
-        )
-    if described.inverted and not described.walked:
-        return (
-            "value_and_grad: reversible layers were inverted, and did not arrive at the state that they "
-            f"started from to the tolerance {described.tolerance:.1e}: an inverse is not one, or "
-            "rounding grows too far in so many layers; "
-            + (
-                "use moonwalk.Moonwalk()"
-                if isinstance(method, Reversible)
-                else "wrap some of them in jax.checkpoint, which keeps their state"
-            )
-            + f", or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
-        )
-    return (
-        f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
-        "weights have drifted from those that the plan measured, a declared structure does not hold, "
-        "the cotangents of a fork's branches cancel, or a span that fragment= asks for is too long; "
-        "plan anew, ask for shorter spans, lower anchor_every, or pass "
-        "Moonwalk(on_inexact='nan' or 'ignore')"
+class _Report(NamedTuple):
+    """Makes the error of a run whose certificate is too large, from the errors at all places."""
+
+    places: tuple[Place, ...]
+    method: Planned
+
+    def __call__(self, errors: Any, layers: Any) -> Exception:
+        errors, layers = errors.reshape(-1, len(self.places)), layers.reshape(-1, len(self.places))
+        exceeds = [
+            (p.kind != "declaration", -errors[row, i] / p.limit if p.limit else -math.inf, row, i)
+            for i, p in enumerate(self.places)
+            for row in range(len(errors))
+            if errors[row, i] > p.limit
+        ]
+        *_, row, i = min(exceeds)  # a false declaration explains the rest
+        place, error = self.places[i], float(errors[row, i])
+        where = place.block
+        if place.layers:
+            where += f", layer {int(layers[row, i])} of {place.layers}"
+        if place.line:
+            where += f", at {place.line}"
+        return _ERRORS[place.kind](place, error, where, self.method)
+
+
+def _false_declaration(place: Place, error: float, where: str, method: Planned) -> Exception:
+    del method
+    return DeclarationError(
+        f"value_and_grad: {where}: the values are not what is declared. They are {error:.1e} off, more "
+        f"than rounding ({place.limit:.1e}) explains. Re-parametrise the weight so that the structure "
+        "holds while it is trained (moonwalk.nn.orthogonal, lower, diagonal), or leave the declaration "
+        "out (undeclared weights get the general solver)"
     )
+
+
+def _broken_walk(place: Place, error: float, where: str, method: Planned) -> Exception:
+    if math.isinf(error):
+        cause = (
+            "what was recovered is not finite, though the reverse pass is: a weight has become singular, "
+            "or a derivative is zero there"
+        )
+    else:
+        cause = (
+            "the weights have drifted from those that the plan measured, a declared structure or a "
+            "custom_vijp rule does not hold, the cotangents of a fork's branches cancel, or a span that "
+            "fragment= asks for is too long"
+        )
+    return InexactError(
+        f"value_and_grad: a walk's certificate exceeds the tolerance {place.limit:.1e}: the cotangent of "
+        f"{where}, is {error:.1e} off; {cause}. Plan anew, ask for shorter spans, lower anchor_every, or "
+        f"pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
+    )
+
+
+def _broken_inverse(place: Place, error: float, where: str, method: Planned) -> Exception:
+    return InexactError(
+        "value_and_grad: reversible layers were inverted, and did not arrive at the state that they "
+        f"started from to the tolerance {place.limit:.1e}: the input of {where}, is {error:.1e} off; an "
+        "inverse is not one, or rounding grows too far in so many layers; "
+        + (
+            "use moonwalk.Moonwalk()"
+            if isinstance(method, Reversible)
+            else "wrap some of them in jax.checkpoint, which keeps their state"
+        )
+        + f", or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
+    )
+
+
+def _broken_seed(place: Place, error: float, where: str, method: Planned) -> Exception:
+    del method
+    return InexactError(
+        "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative by "
+        f"more than the tolerance {place.limit:.1e}: at {where}, it is {error:.1e} off; the examples are "
+        "not independent (per_example=True), a declared structure does not hold, or the weights have "
+        "drifted from those that the plan measured; leave per_example out, plan anew, or pass "
+        "on_inexact='nan' or 'ignore'"
+    )
+
+
+_ERRORS: dict[str, Callable[[Place, float, str, Any], Exception]] = {
+    "declaration": _false_declaration,
+    "walk": _broken_walk,
+    "inverse": _broken_inverse,
+    "seed": _broken_seed,
+}

@@ -199,7 +199,7 @@ def describe(
         segments=sum(w.segments if isinstance(w, ScanWalk) else w.recomputed for w in walks),
         predicted_gain=max((w.growth for w in walks), default=1.0),
         measured=any(w.is_measured for w in walks),
-        checked=any(s.certify for s in (*walks, *inverted)),
+        checked=bool(walks or inverted),
         signature=signature,
         gains=gains,
         inverted=sum(row.mode == "invert" and "scan" not in row.block.split()[:1] for row in rows),

@@ -154,6 +154,16 @@ class Rule:
         del block, operands
         return []
 
+    def declared(self, block: Block) -> list[tuple[str, float]]:
+        """Weights whose declared structure the vijp relies on: their names, and how far they may be off."""
+        del block
+        return []
+
+    def probe(self, block: Block, operands: Sequence[Any]) -> list[Any]:
+        """How far the weights of `declared` are off, by a few random vectors: as cheap as reading them."""
+        del block, operands
+        return []
+
     def inverts(self, block: Block) -> Verdict:
         """Whether `inverse` serves a block: x from y, by its operands alone."""
         del block

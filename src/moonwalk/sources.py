@@ -130,7 +130,6 @@ class Options:
     limit: float  # how far error may grow between exact cotangents
     anchors: bool = True  # whether a reverse pass can keep any, for memory's sake
     anchor_every: int | None = None
-    certify: bool = False
     precision: Any = None  # of the cotangents' chain; None: as the gains ask for
     ambient: float = 1.0  # up to which growth the ambient precision is right
     fragments: bool = True  # whether blocks may keep part of a cotangent
@@ -166,7 +165,7 @@ def plan_walk(
             cut, nodes, options, set(wanted), frozenset(given), book, envs, place, by_skips
         )
         growth = planner.settle()
-        walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
+        walk = Walk(cut, start, stop, planner.steps(), frozenset(given))
         walk.growth = planner.largest_growth
         return walk, growth
 
@@ -621,9 +620,6 @@ def _plan_scan(
         prefix=key,
     )
     walk.is_body, walk.end = True, len(walk.steps)  # a layer is swept to its carry
-    # The carry's cotangents are compared once a layer; errors inside may be lost on the way there.
-    inside = any(s.source == "fragment" for s in walk.steps)
-    walk.certify = options.certify and (inside or walk.has_difference)
     leaving = [growth[v] for v in carry_out if v in growth]
     layer = Growth.worst(leaving)
     step = ScanStep(
@@ -635,9 +631,10 @@ def _plan_scan(
         layer.gain(any(s.gain.assumed for s in walk.steps)),
         body=body,
         walk=walk,
-        certify=options.certify,
     )
     step.hoisted = is_worth_hoisting(step)
+    for inner in step.probed:
+        inner.probed_outside = True
     return step
 
 

@@ -85,6 +85,11 @@ class Node:
         return any(compat.has_effects(e) for e in self.block.eqns)
 
     @cached_property
+    def has_own_pullback(self) -> bool:
+        """Whether a `custom_vjp` inside runs a backward pass of its author's, which need not be linear."""
+        return any(compat.runs(e, compat.custom_vjp_call_p) for e in self.block.eqns)
+
+    @cached_property
     def is_silent(self) -> bool:
         """It prints or calls back, and nobody reads an answer."""
         return self.effects and not (self.block.outputs or self.block.exports)
