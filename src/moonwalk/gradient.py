@@ -474,7 +474,7 @@ def heed(gradients: list[Any], found: Findings, places: Sequence[Place], method:
         report = _Report(tuple(places), method)
         known = compat.concrete(bad)
         if known is None:
-            # The check hangs on a number, not on the gradients: through its callback they would be copied.
+            # The check hangs on a number: through its callback, gradients would be copied.
             bad = checks.raise_when_run(bad, bad, report, found.errors, found.layers)
         elif known.any():
             raise report(np.asarray(found.errors), np.asarray(found.layers))
@@ -519,8 +519,8 @@ def _false_declaration(place: Place, error: float, where: str, method: Planned) 
 def _broken_walk(place: Place, error: float, where: str, method: Planned) -> Exception:
     if math.isinf(error):
         cause = (
-            "what was recovered is not finite, though the reverse pass is: a weight has become singular, "
-            "or a derivative is zero there"
+            "what was recovered is not finite, though the reverse pass is: a weight has become "
+            "singular, or a derivative is zero there"
         )
     else:
         cause = (
@@ -529,9 +529,9 @@ def _broken_walk(place: Place, error: float, where: str, method: Planned) -> Exc
             "fragment= asks for is too long"
         )
     return InexactError(
-        f"value_and_grad: a walk's certificate exceeds the tolerance {place.limit:.1e}: the cotangent of "
-        f"{where}, is {error:.1e} off; {cause}. Plan anew, ask for shorter spans, lower anchor_every, or "
-        f"pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
+        f"value_and_grad: a walk's certificate exceeds the tolerance {place.limit:.1e}: the cotangent "
+        f"of {where}, is {error:.1e} off; {cause}. Plan anew, ask for shorter spans, lower "
+        f"anchor_every, or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
     )
 
 
@@ -553,9 +553,9 @@ def _broken_seed(place: Place, error: float, where: str, method: Planned) -> Exc
     del method
     return InexactError(
         "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative by "
-        f"more than the tolerance {place.limit:.1e}: at {where}, it is {error:.1e} off; the examples are "
-        "not independent (per_example=True), a declared structure does not hold, or the weights have "
-        "drifted from those that the plan measured; leave per_example out, plan anew, or pass "
+        f"more than the tolerance {place.limit:.1e}: at {where}, it is {error:.1e} off; the examples "
+        "are not independent (per_example=True), a declared structure does not hold, or the weights "
+        "have drifted from those that the plan measured; leave per_example out, plan anew, or pass "
         "on_inexact='nan' or 'ignore'"
     )
 

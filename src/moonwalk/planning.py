@@ -451,8 +451,8 @@ def ambient_growth(cut: Trunk, method: Planned) -> float:
 def tolerance_of(cut: Trunk, method: Planned, segments: Sequence[Segment], planned: float) -> float:
     """What certificates are held to.
 
-    A walk that loses little runs in the ambient precision, and is held to that. Without a tolerance
-    (`math.inf`) nothing is anchored, but a wrong gradient is still one: that takes `on_inexact="ignore"`.
+    A walk that loses little runs in the ambient precision, and is held to that. `math.inf` places no
+    anchors, but a wrong gradient is still reported: only `on_inexact="ignore"` lets it pass.
     """
     if math.isinf(planned):
         return default_tolerance(state_dtype(cut))

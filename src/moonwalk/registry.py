@@ -155,12 +155,12 @@ class Rule:
         return []
 
     def declared(self, block: Block) -> list[tuple[str, float]]:
-        """Weights whose declared structure the vijp relies on: their names, and how far they may be off."""
+        """Weights whose declared structure the vijp relies on: (name, how far it may be off)."""
         del block
         return []
 
     def probe(self, block: Block, operands: Sequence[Any]) -> list[Any]:
-        """How far the weights of `declared` are off, by a few random vectors: as cheap as reading them."""
+        """How far the weights of `declared` are off; about as cheap as reading them."""
         del block, operands
         return []
 

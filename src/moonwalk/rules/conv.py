@@ -179,7 +179,8 @@ class Convolution(Rule):
 
     def probe(self, block: Block, operands: Sequence[Any]) -> list[Any]:
         plan, structure = _plan(block), structure_of(block)
-        assert isinstance(plan, Plan) and structure is not None
+        assert isinstance(plan, Plan)
+        assert structure is not None
         w = operands[block.operands.index(block.eqn.invars[1])]
         return [pivot.probe(plan.pivot_matrix(canonical(geometry_of(block), w)), structure)]
 
