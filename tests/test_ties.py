@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 from marks import slow
+from weights import normal, orthogonal
 
-from moonwalk import graph, staging
+import moonwalk as mw
+from moonwalk import graph, nn, staging
 from moonwalk.rules.elementwise import Elementwise
 
 RULE = Elementwise()
@@ -139,3 +141,134 @@ def test_the_kept_pullback_is_jax_s(start, count):
             check_drawn(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
+
+
+# --- through the engine -------------------------------------------------------------------------------
+
+ALWAYS = mw.Moonwalk(walk="always")
+
+
+def check_gradient(layer, x, depth=4, method=ALWAYS, width=8):
+    """A stem, layers x ↦ layer(x) W with orthogonal W, against JAX; returns the plan."""
+    ws = [orthogonal(width, seed=s) for s in range(depth)]
+
+    def loss(ws, x):
+        for w in ws:
+            # Rounding to quarters: every layer sees ties, if the first one does.
+            x = layer(x) @ mw.declare(w, "orthogonal")
+            x = x + lax.stop_gradient(jnp.round(4 * x) / 4 - x)
+        return jnp.sum(jnp.sin(x))
+
+    plan = mw.plan(loss, ws, x, method=method)
+    got, want = (jax.jit(f(loss))(ws, x) for f in (lambda f: mw.grad(f, method=method), jax.grad))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(jnp.max(jnp.abs(b))))
+    return plan
+
+
+PIECEWISE = {
+    "a knot beyond the probes": lambda x: (
+        x + 0.5 * jnp.where(x > 50, x - 50, 0) - 0.5 * jnp.where(x > 51.5, x - 51.5, 0)
+    ),
+    "clip": lambda x: jnp.clip(x, -1, 1) + 0.5 * x,
+    "two ramps": lambda x: jnp.maximum(x - 1, 0) - 0.3 * jnp.maximum(1 - x, 0),
+    "minimum": lambda x: jnp.minimum(x, 0.5 * x + 0.5),
+    "leaky by maximum": lambda x: jnp.maximum(x, 0.1 * x),
+    "nearly two sides": lambda x: jnp.where(x > 0, x, 0) + 0.5 * jnp.where(x <= 0, x, 0),
+}
+
+
+@pytest.mark.parametrize("data", ["integers", "ties", "far"])
+@pytest.mark.parametrize("name", PIECEWISE)
+def test_piecewise_layers(name, data):
+    x = jnp.asarray(DATA[data](np.random.default_rng(0), (64, 8)), jnp.float64)
+    check_kept_pullback(PIECEWISE[name], x)
+    check_gradient(PIECEWISE[name], x)
+
+
+def by_maximum(x):
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+
+
+def by_reductions(x):
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs.max(-1), pairs.min(-1)], -1)
+
+
+SINGULAR = {
+    "MaxMin by maximum": by_maximum,
+    "MaxMin by reductions": by_reductions,
+    "|x| by maximum": lambda x: jnp.maximum(x, -x),
+    "two strict sides": lambda x: jnp.where(x > 0, x, 0) + jnp.where(x < 0, x, 0),
+    "ties of two kinds at once": lambda x: jnp.maximum(x, 0) + 0.5 * jnp.maximum(2 * x, 0) - x,
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_what_is_singular_at_ties_is_not_walked(name):
+    x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (64, 8)), jnp.float64)
+    plan = check_gradient(SINGULAR[name], x)
+    reasons = [row.why for row in plan.rows if "at a tie" in row.why]
+    assert reasons
+    assert "jnp.where on one comparison" in reasons[0]
+    assert "moonwalk.nn.MaxMin" in reasons[0]
+    # Off ties the operator serves it, and at ties it raises.
+    mw.testing.check_vijp(SINGULAR[name], normal(3, 6))
+    _, vijp_fun = mw.vijp(SINGULAR[name], jnp.zeros((2, 4)))
+    with pytest.raises(mw.SingularError, match="tie"):
+        vijp_fun(jnp.ones((2, 4)))
+
+
+SERVED = {
+    "nn.MaxMin": nn.MaxMin(),
+    "nn.Abs": nn.Abs(),
+    "nn.LeakyReLU": nn.LeakyReLU(),
+    "sorted pairs": lambda x: jnp.sort(x.reshape(*x.shape[:-1], -1, 2), -1).reshape(x.shape),
+    "sorted fours": lambda x: jnp.sort(x.reshape(*x.shape[:-1], -1, 4), -1).reshape(x.shape),
+    "sorted, and not stable": lambda x: lax.sort(x, is_stable=False),
+    "top k": lambda x: lax.top_k(x, x.shape[-1])[0],
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_walked_through_ties(name):
+    x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (64, 8)), jnp.float64)
+    plan = check_gradient(SERVED[name], x)
+    assert plan.anchors == 0
+    walked = [row for row in plan.rows if row.mode == "walk" and row.gain == 1.0]
+    assert walked
+
+
+def test_maxmin_keeps_a_bit_per_pair():
+    assert check_kept_pullback(nn.MaxMin(), jnp.zeros((3, 8))) == 1
+    assert check_kept_pullback(by_maximum, jnp.zeros((3, 8))) == 2
+
+
+POOLED = {
+    "nn.MaxPool": lambda x: nn.MaxPool(2, dims=1)(x),
+    "nn.GlobalMax": lambda x: nn.GlobalMax(1)(x),
+    "max": lambda x: jnp.max(x, -1),
+    "min": lambda x: jnp.min(x, -1),
+    "min pooling": lambda x: -nn.MaxPool(2, dims=1)(-x),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("data", ["integers", "relu"])
+def test_pooling_of_ties(name, data):
+    x = jnp.asarray(np.random.default_rng(0).integers(-1, 2, (16, 8, 8)), jnp.float64)
+    x = jax.nn.relu(normal(16, 8, 8)) if data == "relu" else x
+    mw.testing.check_vijp(POOLED[name], x)
+    ws = [orthogonal(8, seed=s) for s in range(3)]
+
+    def loss(ws, x):
+        for w in ws[:-1]:
+            x = nn.Abs()(x @ mw.declare(w, "orthogonal"))
+            x = x + lax.stop_gradient(jnp.round(x) - x)
+        x = POOLED[name](x)
+        return jnp.sum(jnp.sin(x @ mw.declare(ws[-1], "orthogonal")))
+
+    got, want = (jax.jit(f(loss))(ws, x) for f in (lambda f: mw.grad(f, method=ALWAYS), jax.grad))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(jnp.max(jnp.abs(b))))
