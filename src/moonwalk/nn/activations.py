@@ -44,8 +44,8 @@ class MaxMin(eqx.Module):
     """Of each two neighbouring channels the larger and the smaller: an isometry, one bit per pair.
 
     All the larger ones come first, then all the smaller ones. One comparison decides, so equal channels
-    stay in their order, and the derivative at a tie is one-sided, in JAX and in a walk. `jnp.maximum` and
-    `jnp.minimum` would make it the mean of both sides, which is singular: no walk passes that.
+    stay in their order, and the derivative at a tie is one-sided, in JAX and in a walk. `jnp.maximum`
+    and `jnp.minimum` would make it the mean of both sides, which is singular: no walk passes that.
 
     **Example:**
 
