@@ -95,7 +95,7 @@ class custom_vijp:
         ...     return jnp.sum(x**2)
         >>> ws, x = [jnp.eye(8)] * 4, jnp.ones((64, 8))
         >>> [row.mode for row in mw.plan(loss, ws, x, method=mw.Moonwalk(walk="always")).rows][:4]
-        ['walk', 'walk', 'walk', 'walk']
+        ['stem', 'walk', 'walk', 'walk']
         """
         if rule is None and gain is not None:  # as a decorator with arguments
             return functools.partial(self.defvijp, gain=gain)

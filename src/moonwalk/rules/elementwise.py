@@ -120,25 +120,33 @@ class Elementwise(Rule):
         del factors
         rows = pull_back_units(block, kept)  # of the k' × k matrices
         eps = float(jnp.finfo(rows[0][0].dtype).eps)
+        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(j) for row in rows for j in row))
         if len(block.outputs) == 1:
             size = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
-            bad = ~((size >= jnp.finfo(size.dtype).tiny) & jnp.isfinite(size))
+            regular = size >= jnp.finfo(size.dtype).tiny
         elif len(block.inputs) == len(block.outputs) == 2:
             (a, b), (c, d) = rows
-            bad = ~(jnp.abs(a * d - b * c) > 8 * eps * (jnp.abs(a * d) + jnp.abs(b * c)))
+            regular = jnp.abs(a * d - b * c) > 8 * eps * (jnp.abs(a * d) + jnp.abs(b * c))
         else:
             values = jnp.linalg.svd(_stacked(rows), compute_uv=False)
-            bad = ~(values[..., -1] > 8 * eps * values[..., 0])
+            regular = values[..., -1] > 8 * eps * values[..., 0]
         operands = [v for v in block.operands if v in block.names]
         weights = f" (operands: {', '.join(block.name(v) for v in operands)})" if operands else ""
         return [
             Alarm(
-                bad,
-                "vijp: a pointwise block has a derivative that is zero to rounding (or not finite) at "
-                f"some entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
+                ~finite,
+                "vijp: a pointwise block has a derivative that is NaN or infinite at some "
+                f"entries{weights}: an activation or a weight is not finite, or the function has a pole "
+                "there. The output's cotangent cannot be recovered; look for the step that made it so",
+                SingularError,
+            ),
+            Alarm(
+                finite & ~regular,
+                "vijp: a pointwise block has a derivative that is zero to rounding at some "
+                f"entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
                 "output's cotangent cannot be recovered there; " + _LEAKY,
                 SingularError,
-            )
+            ),
         ]
 
     def inverts(self, block: Block) -> Verdict:

@@ -63,11 +63,17 @@ class DisjointRows(Rule):
         _, norms = self._norms(block, kept)
         return [
             Alarm(
-                ~(norms > 0),
+                ~jnp.isfinite(norms),
+                f"vijp: a {block.eqn.primitive.name} has a derivative that is NaN or infinite at some "
+                "outputs: what it reads is not finite; look for the step that made it so",
+                SingularError,
+            ),
+            Alarm(
+                norms == 0,
                 f"vijp: a {block.eqn.primitive.name} has a derivative that is exactly zero at some "
                 "outputs: their cotangents cannot be recovered",
                 SingularError,
-            )
+            ),
         ]
 
 
