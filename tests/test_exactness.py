@@ -32,7 +32,8 @@ def error(found, truth):
 
 def maxmin(x):
     a, b = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 def isometric(activation):

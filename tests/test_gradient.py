@@ -31,7 +31,8 @@ def leaky(x):
 
 def max_min(x):
     a, b = x[..., ::2], x[..., 1::2]
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 def turn(x, w):

@@ -57,13 +57,15 @@ class Gain:
     `assumed` where only that stands between a trace and an unknown factor: a declared diagonal.
     Fragments are exact where they are kept, so error that passes through many layers of them dies out:
     `factor` is then the growth over all the layers that error lives, and `lasting` the part of it that
-    compounds from layer to layer.
+    compounds from layer to layer. `reason` says why nothing bounds it, where that is no matter of
+    declarations.
     """
 
     factor: float
     mixes: bool
     assumed: bool = False
     lasting: float | None = None
+    reason: str = ""
 
     @property
     def fades(self) -> bool:

@@ -114,7 +114,9 @@ class Book:
             return static, False
         measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
         lasting = max((g.lasting for g in measured if g.lasting is not None), default=None)
-        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured), lasting=lasting)
+        worst = max(measured, key=lambda g: g.factor)
+        mixes = any(g.mixes for g in measured)
+        gain = Gain(worst.factor, mixes, lasting=lasting, reason=worst.reason)
         gain = Gain.unknown() if math.isnan(gain.factor) else gain  # the weights are not finite
         self.recorded[key] = gain
         return gain, True
@@ -370,7 +372,7 @@ class _Sources:
                 self.source[i] = "vijp"
                 wanted.update(node.block.inputs)
             elif gain.factor > self.options.limit and self.options.anchor_every is None:
-                self.forced[i] = _too_large(gain.factor)
+                self.forced[i] = _too_large(gain)
                 self.source[i] = "anchor"
             else:
                 self.source[i] = "vijp"
@@ -563,13 +565,13 @@ class _Sources:
             return True
 
 
-def _too_large(factor: float) -> str:
-    if math.isinf(factor):
-        return (
+def _too_large(gain: Gain) -> str:
+    if math.isinf(gain.factor):
+        return gain.reason or (
             "its gain is not bounded while tracing: declare the weight's structure, or plan with "
             "concrete arguments"
         )
-    return f"gain {factor:.3g} alone exceeds the tolerance"
+    return f"gain {gain.factor:.3g} alone exceeds the tolerance"
 
 
 def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int | None:

@@ -43,7 +43,15 @@ class Abs(eqx.Module):
 class MaxMin(eqx.Module):
     """Of each two neighbouring channels the larger and the smaller: an isometry, one bit per pair.
 
-    All the larger ones come first, then all the smaller ones.
+    All the larger ones come first, then all the smaller ones. One comparison decides, so equal channels
+    stay in their order, and the derivative at a tie is one-sided, in JAX and in a walk. `jnp.maximum`
+    and `jnp.minimum` would make it the mean of both sides, which is singular: no walk passes that.
+
+    **Example:**
+
+    >>> import jax.numpy as jnp, moonwalk as mw
+    >>> mw.nn.MaxMin()(jnp.array([1.0, 2.0, 5.0, 4.0])).tolist()
+    [2.0, 5.0, 1.0, 4.0]
     """
 
     def __call__(
@@ -55,7 +63,8 @@ class MaxMin(eqx.Module):
                 "number of channels"
             )
         a, b = x[..., ::2], x[..., 1::2]
-        return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+        in_order = a >= b
+        return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 class PReLU(eqx.Module):

@@ -191,8 +191,8 @@ def alarms(factors: Factors, structure: str | None, dtype: Any, what: str) -> li
     found = [
         Alarm(
             ~factors.finite,
-            f"vijp: {what} holds values that are not finite, so no cotangent came through it unharmed; "
-            "look for the step that made them",
+            f"vijp: {what} holds NaN or infinity (values that are not finite), so no cotangent came "
+            "through it unharmed; look for the step that made them",
             SingularError,
         ),
         Alarm(
