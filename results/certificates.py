@@ -2,9 +2,9 @@
 
 Networks of 64 layers whose time is bound by memory traffic, where a certificate's own passes over the
 cotangents weigh most. Memory is `memory_analysis().temp_size_in_bytes` of the compiled program; time is
-the median of interleaved runs in one process. With `on_inexact="ignore"` cotangents are still rescaled but
-nothing is compared, so the difference to "nan" is the price of looking, and that between "nan" and "raise"
-the price of an error at run time.
+the median of interleaved runs in one process. With `on_inexact="ignore"` cotangents are still rescaled
+but nothing is compared, so the difference to "nan" is the price of looking, and that between "nan" and
+"raise" the price of an error at run time.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ class Findings(NamedTuple):
 
     def tangent(self) -> Any:
         """Zeros that a derivative has in their place."""
-        return Findings(jnp.zeros_like(self.errors), np.zeros(self.layers.shape, jax.dtypes.float0))
+        no_tangent: Any = np.zeros(self.layers.shape, jax.dtypes.float0)
+        return Findings(jnp.zeros_like(self.errors), no_tangent)
 
 
 def summary(found: Findings, places: Sequence[Place]) -> Certificate:

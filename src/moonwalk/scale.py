@@ -25,9 +25,11 @@ class Cotangents(dict[Any, Any]):
     """Cotangents by variable, each with its exponent."""
 
     def __init__(
-        self, values: Mapping[Any, Any] | None = None, exponents: Mapping[Any, Exponent] | None = None
+        self,
+        values: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        exponents: Mapping[Any, Exponent] | None = None,
     ):
-        super().__init__(values or {})
+        super().__init__(values)
         self.exponents: dict[Any, Exponent] = dict(exponents or {})
 
     def exponent(self, v: Any) -> Exponent:

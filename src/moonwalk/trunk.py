@@ -86,7 +86,7 @@ class Node:
 
     @cached_property
     def has_own_pullback(self) -> bool:
-        """Whether a `custom_vjp` inside runs a backward pass of its author's, which need not be linear."""
+        """Whether a `custom_vjp` inside has a backward pass of its own, which need not be linear."""
         return any(compat.runs(e, compat.custom_vjp_call_p) for e in self.block.eqns)
 
     @cached_property

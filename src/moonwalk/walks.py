@@ -37,7 +37,7 @@ WALKED = ("vijp", "fragment")  # sources that take the inputs' cotangents
 
 
 class Scale(NamedTuple):
-    """Exponents of the outputs' cotangents: as they arrive in Phase II, and as the step works on them."""
+    """Exponents of the outputs' cotangents: as they arrive in Phase II, and as the step uses them."""
 
     before: tuple[Exponent, ...]
     at: Exponent
@@ -594,9 +594,9 @@ class Walk:
     def sampled(self) -> list[bool]:
         """The steps whose output's cotangent is compared with Phase II's.
 
-        An error lasts as long as it is walked on, so every few layers are enough, and the places where a
-        walk ends: before an anchor, a kept copy, or the last weight. What is restored from a fragment may
-        forget its errors, and a difference may cancel: there, every step.
+        An error lasts as long as it is walked on, so it is enough to look every few layers, and where a
+        walk ends: before an anchor, a kept copy, or the last weight. What is restored from a fragment
+        may forget its errors, and a difference may cancel: there, every step is looked at.
         """
         last = self._last_walked
         spacing = check_spacing(sum(s.node.is_heavy and s.is_walked for s in self.steps[: self.end]))
@@ -758,14 +758,9 @@ class Walk:
         found = [certificate.sketch(h[v]) for v in outputs]
         if not step.rescales or self.is_body:
             return tuple(found)
-        own = [
-            h.exponent(v) + certificate.exponent(s, h[v].size)
-            for v, s in zip(outputs, found, strict=True)
-        ]
-        common = largest(own)
-        sketches = tuple(
-            shifted(s, difference(h.exponent(v), common)) for v, s in zip(outputs, found, strict=True)
-        )
+        pairs = list(zip(outputs, found, strict=True))
+        common = largest(h.exponent(v) + certificate.exponent(s, h[v].size) for v, s in pairs)
+        sketches = tuple(shifted(s, difference(h.exponent(v), common)) for v, s in pairs)
         for v in outputs:
             h.move(v, common)
         return sketches
