@@ -67,9 +67,15 @@ def active_variables(eqns: Sequence[JaxprEqn], state: Iterable[Any], outputs: It
 
 
 def partition(
-    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any]
+    eqns: Sequence[JaxprEqn],
+    active: set[Any],
+    outputs: Sequence[Any],
+    copies: Mapping[Any, Any] | None = None,
 ) -> list[list[JaxprEqn]]:
-    """Groups of equations, in an order in which they can run: the blocks and what is beside them."""
+    """Groups of equations, in an order in which they can run: the blocks and what is beside them.
+
+    `copies`: variables that are copies of others. Whatever reads one runs after what makes its source.
+    """
     count = len(eqns)
     group = list(range(count))  # union-find
 
@@ -83,6 +89,7 @@ def partition(
         group[find(i)] = find(j)
 
     producer = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    producer.update((c, producer[v]) for c, v in (copies or {}).items() if v in producer)
     on_trunk = [any(v in active for v in e.outvars) for e in eqns]
     consumers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
