@@ -24,10 +24,11 @@ import numpy as np
 from jax import lax
 
 from . import compat
+from .activity import active_variables
 from .compat import JaxprEqn, Literal
 from .declare import Declaration, propagate
 from .facts import fold_constants, propagate_names
-from .partition import active_variables, partition
+from .partition import partition
 
 
 @dataclass(frozen=True, eq=False)

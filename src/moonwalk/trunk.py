@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from . import chain, compat, graph
+from .activity import active_variables
 from .compat import JaxprEqn, Literal
 from .declare import Declaration, propagate
 from .errors import NotSubmersiveError
 from .facts import fold_constants, propagate_names
 from .graph import Block, Cutter
-from .partition import MOVING, POINTWISE, active_variables, partition
+from .partition import MOVING, POINTWISE, partition
 from .registry import Rule, Verdict
 
 

@@ -34,11 +34,12 @@ from jax import lax
 from jax.tree_util import Partial
 
 from .. import compat, graph, staging
+from ..activity import active_variables
 from ..compat import JaxprEqn, Literal
 from ..errors import SingularError
 from ..fragments import Fragmental, Place
 from ..graph import Block
-from ..partition import POINTWISE, active_variables
+from ..partition import POINTWISE
 from ..registry import (
     Alarm,
     Gain,
