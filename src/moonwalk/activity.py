@@ -9,7 +9,7 @@ zeros in its place would be refused by what must not be differentiated, and cost
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def _tangents(eqn: JaxprEqn, entering: Sequence[bool]) -> list[bool]:
         return [False] * len(can)
     loop = _Loop.of(eqn)
     if loop is not None:
-        found = loop.tangents(entering)
+        _, found = loop.tangents(entering)
     elif eqn.primitive is lax.cond_p:
         branches = [_jaxpr_tangents(b, entering[1:]) for b in eqn.params["branches"]]
         found = [any(of) for of in zip(*branches, strict=True)]
@@ -83,7 +83,7 @@ def _cotangents(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool
         return [False] * len(entering)
     loop = _Loop.of(eqn)
     if loop is not None:
-        found = loop.cotangents(entering, arriving)
+        found, _ = loop.cotangents(entering, arriving)
     elif eqn.primitive is lax.cond_p:
         branches = [_jaxpr_cotangents(b, entering[1:], arriving) for b in eqn.params["branches"]]
         found = [False, *(any(of) for of in zip(*branches, strict=True))]
@@ -132,25 +132,7 @@ class _Loop:
             )
         return None
 
-    def tangents(self, entering: Sequence[bool]) -> list[bool]:
-        """Of the outputs."""
-        _, found = self._around(entering)
-        return found
-
-    def cotangents(self, entering: Sequence[bool], arriving: Sequence[bool]) -> list[bool]:
-        """Of the inputs."""
-        inside, _ = self._around(entering)
-        carries, ys = list(arriving[: self.carry]), list(arriving[self.carry :])
-        while True:
-            found = _jaxpr_cotangents(self.body, inside, [*carries, *ys])
-            more = [a or b for a, b in zip(carries, found[self.consts :][: self.carry], strict=True)]
-            if more == carries:
-                # A carry that is not changed passes its cotangent on.
-                found[self.consts : self.consts + self.carry] = carries
-                return [False] * self.skipped + found
-            carries = more
-
-    def _around(self, entering: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    def tangents(self, entering: Sequence[bool]) -> tuple[list[bool], list[bool]]:
         """(the body's inputs that have a tangent in some turn, the outputs that then have one)."""
         inside = list(entering[self.skipped :])
         carries = slice(self.consts, self.consts + self.carry)
@@ -160,6 +142,22 @@ class _Loop:
             if more == inside[carries]:
                 return inside, [*more, *found[self.carry :]]
             inside[carries] = more
+
+    def cotangents(
+        self, entering: Sequence[bool], arriving: Sequence[bool]
+    ) -> tuple[list[bool], list[bool]]:
+        """(the inputs that get a cotangent, the body's outputs that get one in some turn)."""
+        inside, _ = self.tangents(entering)
+        leaving = list(arriving)
+        while True:
+            found = _jaxpr_cotangents(self.body, inside, leaving)
+            carries = found[self.consts : self.consts + self.carry]
+            more = [a or b for a, b in zip(leaving[: self.carry], carries, strict=True)]
+            if more == leaving[: self.carry]:
+                # A loop that takes no turn hands its carry on.
+                found[self.consts : self.consts + self.carry] = more
+                return [False] * self.skipped + found, leaving
+            leaving[: self.carry] = more
 
 
 def _cotangents_by_tracing(
@@ -201,3 +199,140 @@ def _cotangents_by_tracing(
     for i, atom in zip(places, jaxpr.outvars, strict=True):
         found[i] = not is_zero(atom)
     return found
+
+
+# --- derivatives that ask what is differentiated ----------------------------------------------------
+
+
+def settled(jaxpr: Any, consts: Sequence[Any], state: int, outputs: int) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr with custom derivatives that no longer ask which of their inputs are differentiated.
+
+    With `symbolic_zeros=True` a rule is told which tangents and cotangents are zero, and may act on it:
+    in Equinox's loops, a result has no derivative if nothing that it depends on has one. The engine
+    differentiates block by block, with respect to some inputs in one phase and others in the next, so
+    what a rule is told is settled here, as JAX would find it for the whole function.
+
+    `state`, `outputs`: the first so many inputs are differentiated, the first so many outputs.
+    """
+    if not _any_asks(jaxpr):
+        return jaxpr, consts
+    entering = [i < state and is_differentiable(v.aval) for i, v in enumerate(jaxpr.invars)]
+    arriving = [i < outputs for i in range(len(jaxpr.outvars))]
+    return compat.open_jaxpr(_settled_jaxpr(jaxpr, consts, entering, arriving))
+
+
+def _asks(eqn: JaxprEqn) -> bool:
+    custom = eqn.primitive in (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
+    return custom and bool(eqn.params.get("symbolic_zeros"))
+
+
+def _any_asks(jaxpr: Any) -> bool:
+    custom = (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
+    return any(
+        _asks(e) or (e.primitive not in custom and any(map(_any_asks, compat.inner_jaxprs(e))))
+        for e in jaxpr.eqns
+    )
+
+
+def _settled_jaxpr(
+    jaxpr: Any, consts: Sequence[Any], entering: Sequence[bool], arriving: Sequence[bool]
+) -> Any:
+    """A closed jaxpr, where these inputs have tangents and these outputs cotangents."""
+    run = _settled_function(jaxpr, consts, entering, arriving)
+    return jax.make_jaxpr(run)(*(compat.struct(v.aval) for v in jaxpr.invars))
+
+
+def _settled_function(
+    jaxpr: Any, consts: Sequence[Any], entering: Sequence[bool], arriving: Sequence[bool]
+) -> Callable[..., list[Any]]:
+    tangents = _with_tangents(jaxpr.eqns, itertools.compress(jaxpr.invars, entering))
+    wanted = {v for v in itertools.compress(jaxpr.outvars, arriving) if not isinstance(v, Literal)}
+    flags: list[tuple[list[bool], list[bool]]] = []  # of each equation, from the last
+    for eqn in reversed(jaxpr.eqns):
+        leaving = [v in wanted and v in tangents for v in eqn.outvars]
+        inside = [not isinstance(v, Literal) and v in tangents for v in eqn.invars]
+        flags.append((inside, leaving))
+        read = _cotangents(eqn, inside, leaving)
+        wanted.update(v for v, r in zip(eqn.invars, read, strict=True) if r)
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn, (inside, leaving) in zip(jaxpr.eqns, reversed(flags), strict=True):
+            values = _bind_settled(eqn, [read(v) for v in eqn.invars], inside, leaving)
+            env.update(zip(eqn.outvars, values, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return run
+
+
+def _bind_settled(
+    eqn: JaxprEqn, values: Sequence[Any], entering: Sequence[bool], arriving: Sequence[bool]
+) -> Sequence[Any]:
+    if not any(entering) or not any(arriving):
+        return compat.bind(eqn, values)
+    if _asks(eqn):
+        with compat.source_context(eqn), eqn.ctx.manager:
+            return _settled_rule(eqn, entering, arriving)(*values)
+    if not any(map(_any_asks, compat.inner_jaxprs(eqn))):
+        return compat.bind(eqn, values)
+    loop = _Loop.of(eqn)
+    if loop is not None:
+        inside, _ = loop.tangents(entering)
+        _, leaving = loop.cotangents(entering, arriving)
+        name = "jaxpr" if eqn.primitive is lax.scan_p else "body_jaxpr"
+        body = _settled_jaxpr(*compat.open_jaxpr(loop.body), inside, leaving)
+        eqn = eqn.replace(params={**eqn.params, name: body})
+    elif eqn.primitive is lax.cond_p:
+        branches = eqn.params["branches"]
+        branches = [_settled_jaxpr(*compat.open_jaxpr(b), entering[1:], arriving) for b in branches]
+        eqn = eqn.replace(params={**eqn.params, "branches": tuple(branches)})
+    elif eqn.primitive in compat.CALLS:
+        run = _settled_function(*compat.called_jaxpr(eqn), entering, arriving)
+        with compat.source_context(eqn), eqn.ctx.manager:
+            return compat.checkpointed_as(eqn, run)(*values)
+    return compat.bind(eqn, values)
+
+
+def _settled_rule(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool]) -> Any:
+    """A function with the equation's derivative for just these inputs and outputs."""
+    places = [i for i, e in enumerate(entering) if e]
+
+    def over(values: Sequence[Any]) -> Any:
+        def run(*x: Any) -> list[Any]:
+            full = list(values)
+            for i, a in zip(places, x, strict=True):
+                full[i] = a
+            return compat.bind(eqn, full)
+
+        return run
+
+    if eqn.primitive is compat.custom_jvp_call_p:
+        by_jvp = jax.custom_jvp(lambda *values: compat.bind(eqn, values))
+
+        @by_jvp.defjvp
+        def _(values: Any, tangents: Any) -> Any:
+            x, t = ([of[i] for i in places] for of in (values, tangents))
+            return jax.jvp(over(values), x, t)
+
+        return by_jvp
+
+    by_vjp = jax.custom_vjp(lambda *values: compat.bind(eqn, values))
+
+    def forward(*values: Any) -> Any:
+        def run(*x: Any) -> Any:
+            out = over(values)(*x)
+            return list(itertools.compress(out, arriving)), out
+
+        _, pullback, out = jax.vjp(run, *(values[i] for i in places), has_aux=True)
+        return out, pullback
+
+    def backward(pullback: Any, h: Any) -> Any:
+        found = dict(zip(places, pullback(list(itertools.compress(h, arriving))), strict=True))
+        return tuple(found.get(i) for i in range(len(entering)))
+
+    by_vjp.defvjp(forward, backward)
+    return by_vjp
