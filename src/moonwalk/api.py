@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from . import chain, checks, compat, graph, partition
+from . import activity, chain, checks, compat, graph
 from .chain import Chain, Tape
 from .compat import Literal
 from .errors import NotSubmersiveError, SingularError
@@ -80,7 +80,7 @@ def vijp(
     results = staged.jaxpr.outvars[: out_tree.num_leaves]
 
     known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
-    outputs = [v for v in results if partition.is_differentiable(v.aval)]
+    outputs = [v for v in results if activity.is_differentiable(v.aval)]
     _refuse_repeated(outputs)
     cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names)
     composed = chain.build(cut, fallback)
@@ -114,7 +114,7 @@ class _Vijp:
             self.out_tree,
             [
                 found[v]
-                if partition.is_differentiable(v.aval)
+                if activity.is_differentiable(v.aval)
                 else np.zeros(v.aval.shape, jax.dtypes.float0)
                 for v in self.results
             ],

@@ -245,6 +245,13 @@ def checkpoint_mark(eqn: JaxprEqn) -> Any:
     return jax.named_scope(_CHECKPOINT) if eqn.primitive is remat_p else contextlib.nullcontext()
 
 
+def checkpointed_as(eqn: JaxprEqn, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in a `jax.checkpoint` like the equation's, if that is one."""
+    if eqn.primitive is not remat_p:
+        return fun
+    return jax.checkpoint(fun, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+
+
 def in_checkpoint(eqn: JaxprEqn) -> bool:
     """Whether the user wrapped the equation in `jax.checkpoint`."""
     return _CHECKPOINT in str(eqn.source_info.name_stack)

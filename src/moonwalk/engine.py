@@ -59,7 +59,7 @@ def stage(
     names: Sequence[str] = (),
 ) -> Staging:
     """`fun(*leaves, *others)` returns a flat list whose first entry is the loss."""
-    staged = staging.stage(fun, *leaves, *others)
+    staged = staging.stage(fun, *leaves, *others, differentiated=len(leaves))
     order = tuple(staged.jaxpr.invars[: len(leaves)])
     staged = staged._replace(names={**staged.names, **dict(zip(order, names, strict=False))})
     weights = tuple(v for v, i in zip(order, is_input, strict=True) if not i)

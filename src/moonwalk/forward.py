@@ -107,7 +107,8 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
         if isinstance(step, ScanStep):
             _keep_nothing(step)
     found = _seeds(cut, walk)
-    count = sum(s.variable.aval.size for s in found)
+    reals = [2 if jnp.iscomplexobj(s.variable.aval) else 1 for s in found]
+    count = sum(r * s.variable.aval.size for r, s in zip(reals, found, strict=True))
     if method.per_example and found:
         examples = {s.variable.aval.shape[:1] for s in found}
         if len(examples) > 1 or examples == {()}:
@@ -355,13 +356,13 @@ class ForwardEngine(Engine):
         tail = self._tail(fixed, x, nodes, [Seed(v) for v in ends], [self.cut.outputs[0]])
         at = [x[v] for v in ends]
         wide = [h[v].astype(compat.working_dtype(h[v].dtype)) for v in ends]
-        size = jnp.sqrt(sum(jnp.sum(a**2) for a in wide))
+        size = jnp.sqrt(sum(jnp.sum(jnp.abs(a) ** 2) for a in wide))
 
         def difference(key: Any) -> Any:
             keys = jax.random.split(key, len(at))
             v = [jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, at, strict=True)]
             expected = jax.jvp(lambda *a: tail(*a)[0], tuple(at), tuple(v))[1]
-            found = sum(jnp.sum(a * b) for a, b in zip(wide, v, strict=True))
+            found = sum(jnp.sum(jnp.real(a * b)) for a, b in zip(wide, v, strict=True))
             return jnp.abs(found - expected) / jnp.maximum(size, jnp.finfo(size.dtype).tiny)
 
         keys = jax.random.split(jax.random.key(0), DIRECTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import warnings
 import weakref
@@ -45,6 +46,8 @@ def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     *,
     method: Method = _DEFAULT,
     certify: bool = False,
@@ -62,10 +65,14 @@ def value_and_grad(
 
     **Arguments:**
 
-    - `fun`: returns a real scalar, or with `has_aux` a pair of it and anything.
+    - `fun`: returns a real scalar (with `holomorphic` a complex one), or with `has_aux` a pair of it and
+        anything.
     - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are
         network inputs in `Moonwalk(inputs=...)`.
     - `has_aux`: whether `fun` returns auxiliary data.
+    - `holomorphic`: whether `fun` is promised to be holomorphic; inputs and output are then complex.
+    - `allow_int`: whether differentiated arguments may hold integers, Booleans and random keys. Their
+        gradients are zeros of dtype `float0`.
     - `method`: a row of the paper's Table 1, or a plan that `moonwalk.plan` returned: `Moonwalk`,
         `PureForward`, `Backprop`, `Checkpoint`, `Forward`, `ProjectedForward`, `Reversible`.
     - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
@@ -83,10 +90,11 @@ def value_and_grad(
     """
     check_method(method)
     _check_certify("value_and_grad", method, certify)
+    _check_holomorphic("value_and_grad", method, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
+        call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
         value, aux, gradients, found = call.differentiate(method)
         value = (value, aux) if has_aux else value
         return (value, gradients, found) if certify else (value, gradients)
@@ -98,6 +106,8 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     *,
     method: Method = _DEFAULT,
     certify: bool = False,
@@ -115,10 +125,11 @@ def grad(
     """
     check_method(method)
     _check_certify("grad", method, certify)
+    _check_holomorphic("grad", method, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = Call("grad", fun, argnums, has_aux, args, kwargs)
+        call = Call("grad", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
         _, aux, gradients, found = call.differentiate(method)
         result = ((gradients, aux) if has_aux else (gradients,)) + ((found,) if certify else ())
         return result if len(result) > 1 else gradients
@@ -132,6 +143,8 @@ def plan(
     method: Method = _DEFAULT,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """How `moonwalk.value_and_grad(fun)` differentiates at these arguments.
@@ -149,7 +162,8 @@ def plan(
     if isinstance(method, Plan):
         method = method.method
     settings = check_planned("plan", method)
-    call = Call("plan", fun, argnums, has_aux, args, kwargs)
+    _check_holomorphic("plan", settings, holomorphic)
+    call = Call("plan", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
     return call.plan(settings, anew=True)[1]
 
 
@@ -170,6 +184,14 @@ def _check_certify(name: str, method: Any, certify: bool) -> None:
         raise ValueError(
             f"{name}(certify=True): ProjectedForward returns an estimate, whose error no certificate "
             "bounds; leave certify out, or take an exact method"
+        )
+
+
+def _check_holomorphic(name: str, method: Any, holomorphic: bool) -> None:
+    if holomorphic and isinstance(method, Forward | ProjectedForward | PureForward):
+        raise ValueError(
+            f"{name}(holomorphic=True): {type(method).__name__} takes derivatives along real directions "
+            "only; use moonwalk.Moonwalk, moonwalk.Checkpoint or moonwalk.Backprop"
         )
 
 
@@ -196,10 +218,19 @@ class Call:
     aux_static: list[Any]  # of each auxiliary leaf: None where it is an array, else (leaf,)
 
     def __init__(
-        self, name: str, fun: Any, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: Any
+        self,
+        name: str,
+        fun: Any,
+        argnums: Any,
+        has_aux: bool,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        holomorphic: bool = False,
+        allow_int: bool = False,
     ):
         self.name, self.fun, self.has_aux, self.argnums = name, fun, has_aux, argnums
         self.args, self.kwargs = args, kwargs
+        self.holomorphic, self.allow_int = holomorphic, allow_int
         self.single = not isinstance(argnums, list | tuple)
         numbers = (argnums,) if self.single else tuple(argnums)
         if not all(isinstance(i, int | np.integer) for i in numbers) or any(
@@ -209,21 +240,46 @@ class Call:
         self.numbers = [int(i) % len(args) for i in numbers]
         if len(set(self.numbers)) < len(self.numbers):
             raise ValueError(f"{name}: argnums={argnums} names an argument twice")
-        self.leaves, self.tree = jax.tree.flatten(tuple(args[i] for i in self.numbers))
-        for leaf in self.leaves:
-            dtype = getattr(leaf, "dtype", None)
-            dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
-            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-                self._as_jax_would()
+        self.every, self.tree = jax.tree.flatten(tuple(args[i] for i in self.numbers))
+        # Of all leaves of the differentiated arguments: those that have a derivative.
+        self.has_gradient = [self._check_leaf(k, leaf) for k, leaf in enumerate(self.every)]
+        self.leaves = list(itertools.compress(self.every, self.has_gradient))
+        constant = (a for a, d in zip(self.every, self.has_gradient, strict=True) if not d)
         rest = [None if i in self.numbers else a for i, a in enumerate(args)]
         flat, self.rest_tree = jax.tree.flatten((rest, kwargs))
         self.traced = [_is_array(a) for a in flat]
         self.flat = flat
-        self.others = [a for a, t in zip(flat, self.traced, strict=True) if t]
+        self.others = [jnp.asarray(a) if _is_number(a) else a for a in constant]
+        self.others += [a for a, t in zip(flat, self.traced, strict=True) if t]
 
-    def _as_jax_would(self) -> None:
+    def _check_leaf(self, k: int, leaf: Any) -> bool:
+        """Whether leaf k is differentiated; an error where it may not be among the arguments."""
+        dtype = getattr(leaf, "dtype", None)
+        dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
+        if dtype is None:
+            raise TypeError(
+                f"{self.name}: `{self._names(every=True)[k]}` is a {type(leaf).__name__}, no array, and "
+                f"has no derivative. {_SPLIT}"
+            )
+        if jnp.issubdtype(dtype, jnp.inexact):
+            if self.holomorphic and not jnp.issubdtype(dtype, jnp.complexfloating):
+                self._as_jax_would()
+            return True
+        whole = (jnp.integer, jnp.bool_, jax.dtypes.extended)
+        if self.holomorphic or not self.allow_int or not any(jnp.issubdtype(dtype, t) for t in whole):
+            self._as_jax_would(note=f"It is `{self._names(every=True)[k]}`. {_SPLIT}")
+        return False
+
+    def _as_jax_would(self, note: str = "") -> None:
         """Let JAX say what is wrong."""
-        jax.value_and_grad(self.fun, self.argnums, self.has_aux)(*self.args, **self.kwargs)
+        try:
+            jax.value_and_grad(self.fun, self.argnums, self.has_aux, self.holomorphic, self.allow_int)(
+                *self.args, **self.kwargs
+            )
+        except Exception as error:
+            if note:
+                error.add_note(note)
+            raise
         raise TypeError(f"{self.name}: these arguments cannot be differentiated: {self.argnums=}")
 
     # -- staging ---------------------------------------------------------------------------------
@@ -238,6 +294,7 @@ class Call:
         is_input: list[bool] = []
         for i, arg in zip(self.numbers, (self.args[i] for i in self.numbers), strict=True):
             is_input += [i in inputs] * len(jax.tree.leaves(arg))
+        is_input = list(itertools.compress(is_input, self.has_gradient))
 
         def flat_fun(*values: Any) -> list[Any]:
             value = self._call(values[:count], values[count:])
@@ -248,7 +305,8 @@ class Call:
                 value, aux = value
             if not (_is_array(value) or _is_number(value)):
                 raise _NotScalar
-            if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            kind = jnp.complexfloating if self.holomorphic else jnp.floating
+            if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), kind):
                 raise _NotScalar
             aux_leaves, self.aux_tree = jax.tree.flatten(aux)
             self.aux_static = [None if _is_array(a) else (a,) for a in aux_leaves]
@@ -269,16 +327,17 @@ class Call:
             raise
 
     def _call(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
-        dynamic = jax.tree.unflatten(self.tree, leaves)
-        values = iter(others)
+        values, of_leaves = iter(others), iter(leaves)
+        every = [next(of_leaves if d else values) for d in self.has_gradient]
+        dynamic = jax.tree.unflatten(self.tree, every)
         flat = [next(values) if t else a for a, t in zip(self.flat, self.traced, strict=True)]
         args, kwargs = jax.tree.unflatten(self.rest_tree, flat)
         for i, arg in zip(self.numbers, dynamic, strict=True):
             args[i] = arg
         return self.fun(*args, **kwargs)
 
-    def _names(self) -> list[str]:
-        """'params['w']' for every differentiated leaf."""
+    def _names(self, *, every: bool = False) -> list[str]:
+        """'params['w']' for every differentiated leaf, or `every` leaf of the arguments."""
         try:
             parameters = list(inspect.signature(self.fun).parameters)
         except (TypeError, ValueError):
@@ -288,12 +347,12 @@ class Call:
             root = parameters[i] if i < len(parameters) else f"args[{i}]"
             for path, _ in jax.tree.flatten_with_path(self.args[i])[0]:
                 names.append(root + jax.tree_util.keystr(path))
-        return names
+        return names if every else list(itertools.compress(names, self.has_gradient))
 
     def signature(self) -> tuple[tuple[str, str], ...]:
         """Names and types of all arrays that go in."""
         rest = jax.tree.flatten_with_path(jax.tree.unflatten(self.rest_tree, self.flat))[0]
-        named = [(n, a) for n, a in zip(self._names(), self.leaves, strict=True)]
+        named = list(zip(self._names(every=True), self.every, strict=True))
         # A Python number is one eagerly, and an array under jit.
         named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a) or _is_number(a)]
         return tuple((name, _type(a)) for name, a in named)
@@ -351,9 +410,9 @@ class Call:
 
     def _differentiate(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
         if isinstance(method, Backprop):
-            found, gradients = jax.value_and_grad(self.fun, self.argnums, self.has_aux)(
-                *self.args, **self.kwargs
-            )
+            found, gradients = jax.value_and_grad(
+                self.fun, self.argnums, self.has_aux, self.holomorphic, self.allow_int
+            )(*self.args, **self.kwargs)
             value, aux = found if self.has_aux else (found, None)
             return value, aux, gradients, Certificate.exact()
         leaves = [jnp.asarray(a) for a in self.leaves]
@@ -376,7 +435,14 @@ class Call:
         return *self.results(out), self._as_arguments(gradients), certificate
 
     def _as_arguments(self, gradients: Sequence[Any]) -> Any:
-        result = jax.tree.unflatten(self.tree, gradients)
+        found = iter(gradients)
+        result = jax.tree.unflatten(
+            self.tree,
+            [
+                next(found) if d else np.zeros(jnp.shape(a), jax.dtypes.float0)
+                for a, d in zip(self.every, self.has_gradient, strict=True)
+            ],
+        )
         return result[0] if self.single else result
 
     def _direction(self, method: ProjectedForward) -> list[Any] | None:
@@ -386,12 +452,12 @@ class Call:
         given = method.direction
         given = (given,) if self.single else tuple(given) if isinstance(given, list | tuple) else given
         leaves, tree = jax.tree.flatten(given)
-        if tree != self.tree or [jnp.shape(a) for a in leaves] != [jnp.shape(a) for a in self.leaves]:
+        if tree != self.tree or [jnp.shape(a) for a in leaves] != [jnp.shape(a) for a in self.every]:
             raise ValueError(
                 "ProjectedForward: direction is a prediction of the gradient and has its structure and "
-                f"shapes, {_shapes(self.tree, self.leaves)}, but it is {_shapes(tree, leaves)}"
+                f"shapes, {_shapes(self.tree, self.every)}, but it is {_shapes(tree, leaves)}"
             )
-        return [jnp.asarray(a) for a in leaves]
+        return [jnp.asarray(a) for a in itertools.compress(leaves, self.has_gradient)]
 
     def results(self, out: Sequence[Any]) -> tuple[Any, Any]:
         """(loss, auxiliary data) from the engine's flat list."""
@@ -399,6 +465,15 @@ class Call:
         values = iter(arrays)
         leaves = [next(values) if s is None else s[0] for s in self.aux_static]
         return value, jax.tree.unflatten(self.aux_tree, leaves)
+
+
+# What to do where a differentiated argument holds more than parameters, as an `eqx.Module` does.
+_SPLIT = (
+    "Differentiate the parameters alone: params, static = eqx.partition(model, eqx.is_inexact_array), "
+    "and a function of (params, ...) that calls eqx.combine(params, static); this is what "
+    "eqx.filter_value_and_grad does around jax.value_and_grad. Without Equinox, pass everything that is "
+    "no parameter as another argument."
+)
 
 
 class _NotScalar(Exception):

@@ -34,12 +34,13 @@ from jax import lax
 from jax.tree_util import Partial
 
 from .. import compat, graph, staging
+from ..activity import active_variables
 from ..compat import JaxprEqn, Literal
 from ..errors import SingularError
 from ..fragments import Fragmental, Place
 from ..graph import Block
 from ..linearity import is_linear
-from ..partition import POINTWISE, active_variables
+from ..partition import POINTWISE
 from ..registry import (
     Alarm,
     Gain,
