@@ -249,8 +249,8 @@ def test_errors_are_those_of_jax(function, fun, args, options):
         ({"tolerance": -1.0}, "tolerance must be positive"),
         ({"tolerance": math.nan}, "tolerance must be positive"),
         ({"walk": "never"}, "walk must be one of 'auto', 'always', got 'never'"),
-        ({"anchor_every": 0}, "anchor_every counts layers and must be at least 1, got 0"),
-        ({"anchor_every": 2.5}, "anchor_every counts layers and must be at least 1, got 2.5"),
+        ({"anchor_every": 0}, "anchor_every counts layers, at least 1, got 0"),
+        ({"anchor_every": 2.5}, "anchor_every counts layers, at least 1, got 2.5"),
         ({"on_inexact": "warn"}, "on_inexact must be one of 'raise', 'nan', 'ignore', got 'warn'"),
     ],
 )
