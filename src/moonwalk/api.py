@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from . import activity, chain, checks, compat, graph
+from . import activity, chain, checks, compat, graph, settings
 from .chain import Chain, Tape
 from .compat import Literal
 from .errors import NotSubmersiveError, SingularError
@@ -71,6 +71,7 @@ def vijp(
 
     **Reference:** "Moonwalk: Inverse-Forward Differentiation", AISTATS 2026, §4.2.
     """
+    _check_settings(fun, has_aux, fallback, check)
     primals = jax.tree.map(_real_array, primals, is_leaf=lambda leaf: leaf is None)
     leaves = jax.tree.leaves(primals)
     if not leaves:
@@ -94,6 +95,21 @@ def vijp(
     aux = jax.tree.unflatten(aux_tree, values[out_tree.num_leaves :])
     vijp_fun = Partial(_Vijp(composed, primals, results, out_tree, check), tape)
     return (out, vijp_fun, aux) if has_aux else (out, vijp_fun)
+
+
+def _check_settings(fun: Any, has_aux: Any, fallback: Any, check: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"vijp: fun is a function of the primals, got {fun!r}")
+    if fallback is not None and not isinstance(fallback, Rule):
+        is_class = isinstance(fallback, type) and issubclass(fallback, Rule)
+        hint = f"; call it: {fallback.__name__}()" if is_class else ""
+        raise TypeError(
+            f"vijp: fallback takes None (raise) or a rule, moonwalk.MatrixFree(), got {fallback!r}{hint}"
+        )
+    settings.flag("vijp", "has_aux", has_aux)
+    if check is not None and not isinstance(check, bool):
+        rule = "is None (raise eagerly), True (under jit, too) or False (never)"
+        raise settings.refuse("vijp", "check", rule, check)
 
 
 class _Vijp:

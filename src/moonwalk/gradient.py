@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import baselines, checkpointing, checks, compat, engine, forward, reversing
+from . import baselines, checkpointing, checks, compat, engine, forward, plans, reversing
 from .certificate import Certificate, Findings, Place, summary
 from .engine import Engine
 from .errors import DeclarationError, InexactError, PlanMismatchError, PlanWarning
@@ -336,25 +336,34 @@ class Call:
             args[i] = arg
         return self.fun(*args, **kwargs)
 
-    def _names(self, *, every: bool = False) -> list[str]:
-        """'params['w']' for every differentiated leaf, or `every` leaf of the arguments."""
+    def _roots(self) -> list[str]:
+        """'params' for every positional argument: the function's own name for it, if it has one."""
         try:
-            parameters = list(inspect.signature(self.fun).parameters)
+            parameters = list(inspect.signature(self.fun).parameters.values())
         except (TypeError, ValueError):
             parameters = []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [p.name for p in parameters if p.kind in kinds]
+        return [named[i] if i < len(named) else f"args[{i}]" for i in range(len(self.args))]
+
+    def _names(self, *, every: bool = False) -> list[str]:
+        """'params['w']' for every differentiated leaf, or `every` leaf of the arguments."""
+        roots = self._roots()
         names = []
         for i in self.numbers:
-            root = parameters[i] if i < len(parameters) else f"args[{i}]"
             for path, _ in jax.tree.flatten_with_path(self.args[i])[0]:
-                names.append(root + jax.tree_util.keystr(path))
+                names.append(roots[i] + jax.tree_util.keystr(path))
         return names if every else list(itertools.compress(names, self.has_gradient))
 
     def signature(self) -> tuple[tuple[str, str], ...]:
         """Names and types of all arrays that go in."""
-        rest = jax.tree.flatten_with_path(jax.tree.unflatten(self.rest_tree, self.flat))[0]
+        args, kwargs = jax.tree.unflatten(self.rest_tree, self.flat)
         named = list(zip(self._names(every=True), self.every, strict=True))
-        # A Python number is one eagerly, and an array under jit.
-        named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a) or _is_number(a)]
+        for root, arg in (*zip(self._roots(), args, strict=True), *kwargs.items()):
+            for path, leaf in jax.tree.flatten_with_path(arg)[0]:
+                # A Python number is one eagerly, and an array under jit.
+                if _is_array(leaf) or _is_number(leaf):
+                    named.append((root + jax.tree_util.keystr(path), leaf))
         return tuple((name, _type(a)) for name, a in named)
 
     def _is_eager(self) -> bool:
@@ -390,6 +399,7 @@ class Call:
             }
         circumstances = engine.Circumstances(signature, gains, values, fused)
         made, described = _PLANNERS[type(method)](staged, method, circumstances)
+        plans.warn_of_deleted_barriers(described)
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
         return made, described, staged
