@@ -171,14 +171,16 @@ def probe(matrix: Float[Array, "*batch in out"], structure: str) -> Float[Array,
     if structure != "orthogonal":
         return jnp.max(defect(matrix, structure), initial=0).astype(jnp.float32)
     wide = matrix.astype(compat.working_dtype(matrix.dtype))
-    tall = matrix.shape[-2] >= matrix.shape[-1]
-    m = wide if tall else jnp.swapaxes(wide, -1, -2)
-    size = m.shape[-1]
+    # Contracted as it lies: a transposed copy would be as large as the weights of all layers.
+    once, twice = ("...io,ok->...ik", "...io,...ik->...ok")
+    if matrix.shape[-2] < matrix.shape[-1]:
+        once, twice = ("...io,ik->...ok", "...io,...ok->...ik")
+    size = min(matrix.shape[-2:])
     rng = np.random.default_rng(0)
     v = jnp.asarray(rng.choice([-1.0, 1.0], (size, _VECTORS)), wide.dtype)
     exact = lax.Precision.HIGHEST
-    product = jnp.matmul(jnp.swapaxes(m, -1, -2), jnp.matmul(m, v, precision=exact), precision=exact)
-    off = jnp.sqrt(jnp.sum((product - v) ** 2, -2) / size)
+    product = jnp.einsum(twice, wide, jnp.einsum(once, wide, v, precision=exact), precision=exact)
+    off = jnp.sqrt(jnp.sum((product - v) ** 2, -2) / max(1, size))
     return jnp.max(off, initial=0).astype(jnp.float32)
 
 
