@@ -356,6 +356,40 @@ def merge_padding(
     return kept
 
 
+def values_apart(eqns: Sequence[JaxprEqn], active: set[Any]) -> list[JaxprEqn]:
+    """Pads whose value is differentiated, as pads with zeros and a choice between these and the value.
+
+    JAX's pullback of `pad` fails with respect to the value alone, which is all that a sweep asks for.
+    """
+    result: list[JaxprEqn] = []
+    for eqn in eqns:
+        value = eqn.invars[1] if eqn.primitive is lax.pad_p else None
+        differentiated = value is not None and not isinstance(value, Literal) and value in active
+        result += _value_apart(eqn) if differentiated else [eqn]
+    return result
+
+
+def _value_apart(eqn: JaxprEqn) -> list[JaxprEqn]:
+    config = eqn.params["padding_config"]
+
+    def pad(x: Any, value: Any) -> Any:
+        padded = lax.pad(x, lax.full((), 0, x.dtype), config)
+        inside = lax.pad(lax.full(x.shape, True), False, config)
+        return lax.select_n(inside, lax.broadcast(value, padded.shape), padded)
+
+    with compat.source_context(eqn):
+        jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(pad)(*map(struct, eqn.invars)))
+    new = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    new.update(zip(jaxpr.outvars, eqn.outvars, strict=True))
+    return [
+        e.replace(
+            invars=[v if isinstance(v, Literal) else new.get(v, v) for v in e.invars],
+            outvars=[new.get(v, v) for v in e.outvars],
+        )
+        for e in jaxpr.eqns
+    ]
+
+
 def _names_its_tap(kernel: Any, declarations: Mapping[Any, Declaration]) -> bool:
     declaration = None if isinstance(kernel, Literal) else declarations.get(kernel)
     return declaration is not None and declaration.taps is not None

@@ -262,8 +262,33 @@ def register_region(rule: RuleClass) -> RuleClass:
     return rule
 
 
+class Empty(Rule):
+    """A state without entries: its cotangent has none either. No other rule need think of that."""
+
+    name = "empty"
+
+    def verdict(self, block: Block) -> Verdict:
+        del block
+        return Verdict(True, "its output has no entries")
+
+    def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
+        del factors, kept, h
+        return tuple(compat.full(v.aval, 0.0) for v in block.outputs)
+
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        del block, operands
+        return Gain(1.0, mixes=False)
+
+
+_EMPTY = Empty()
+
+
 def rules_for(block: Block) -> Iterator[Rule]:
     """The rules that speak of a block, most specific first."""
+    n, n_out = block.sizes
+    if not n or not n_out:  # from nothing, only nothing can be recovered
+        yield from () if n_out else (_EMPTY,)
+        return
     yield from (rule for rule in _FOR_REGIONS if rule.matches(block))
     passes_through = any(v in block.inputs for v in block.outputs)
     if len(block.eqns) == 1 and not passes_through and block.eqns[0].primitive in _BY_PRIMITIVE:

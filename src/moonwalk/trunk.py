@@ -198,6 +198,9 @@ def build(
     declared = propagate(jaxpr.eqns, declarations or {})
     eqns = graph.merge_padding(jaxpr.eqns, jaxpr.outvars, folded, declared)
     active = active_variables(eqns, [*state, *weights], outputs)
+    apart = graph.values_apart(eqns, active)
+    if len(apart) > len(eqns):
+        eqns, active = apart, active_variables(apart, [*state, *weights], outputs)
     sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
     on_trunk = active & (sides.trunk_vars | set(state))
     eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.trunk, on_trunk, outputs)
