@@ -1,6 +1,9 @@
 """The command line: what it trains and leaves, what it says to wrong names, what it needs."""
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -9,11 +12,15 @@ from marks import slow
 
 from moonwalk import cli, training
 from moonwalk.cli import entry
+from moonwalk.training import curves
 
 testing = pytest.importorskip("typer.testing")
 pytest.importorskip("orbax.checkpoint")
 
 SMALL = "--model conv1d_cnn --set width=4 --set depth=2 --batch 32 --evaluate-every 3 --checkpoint-every 2".split()
+
+
+HEAD = ",".join(curves.COLUMNS).encode()
 
 
 def run(*arguments):
@@ -95,6 +102,15 @@ def test_a_folder_that_is_taken(whole):
         ("--schedule", "cosin", "unknown schedule 'cosin'; did you mean 'cosine'?"),
         ("--on-inexact", "raise", "unknown choice 'raise'. There are: stop, replan"),
         ("--set", "width", "expected name=value, got 'width'"),
+        ("--rate", "-1", "expected a positive number, got -1"),
+        ("--rate", "0", "expected a positive number, got 0"),
+        ("--rate", "nan", "expected a positive number, got nan"),
+        ("--steps", "0", "expected a whole number, at least 1, got 0"),
+        ("--batch", "-2", "expected a whole number, at least 1, got -2"),
+        ("--seed", "-1", "expected a whole number, at least 0, got -1"),
+        ("--checkpoint-every", "0", "expected a whole number, at least 1, got 0"),
+        ("--evaluate-every", "0", "expected a whole number, at least 1, got 0"),
+        ("--steps-per-call", "0", "expected a whole number, at least 1, got 0"),
     ],
 )
 def test_wrong_names_get_the_nearest(option, given, said, tmp_path):
@@ -124,6 +140,89 @@ def test_what_cannot_be_trained(options, said, tmp_path):
     done = run("train", *SMALL, *options.split(), "--out", tmp_path, "--no-compare-memory")
     assert done.exit_code == 1
     assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("under", ["", "folder"])
+def test_out_that_is_a_file(under, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    out = tmp_path / "file" / under
+    done = run("train", *SMALL, "--out", out)
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert (
+        f"moonwalk train: {out} cannot be a folder: {tmp_path / 'file'} is a file; name" in done.stderr
+    )
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fill_disk(monkeypatch, what):
+    """Make a run's disk full when it comes to writing `what`."""
+    if what == "curves.csv":
+        monkeypatch.setattr(curves, "_cells", full)
+    elif what == "the checkpoint":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    elif what == "the checkpoint, half way":
+        import orbax.checkpoint as orbax
+
+        monkeypatch.setattr(orbax.CheckpointManager, "save", full)
+    else:
+        import matplotlib.figure
+
+        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", full)
+
+
+FULL = {
+    "curves.csv": "the file could not be written to {out}/curves.csv",
+    "the checkpoint": "the checkpoint after step 2 (the first) could not be written to {out}/checkpoints",
+    "the checkpoint, half way": "the checkpoint after step 2 (the first) could not be written to {out}",
+    "curves.png": "the file could not be written to {out}/curves.png",
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_is_one_line(what, tmp_path, monkeypatch):
+    fill_disk(monkeypatch, what)
+    options = "--method backprop --steps 2 --no-compare-memory".split()
+    done = run("train", *SMALL, *options, "--out", tmp_path)
+    assert done.exit_code == 1
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.output
+    said = FULL[what].format(out=tmp_path)
+    assert done.stderr.startswith(f"moonwalk train: {said}")
+    assert "(No space left on device); make room there, or name another folder" in done.stderr
+    assert not list(tmp_path.glob(".*"))  # nothing half written
+
+
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [
+        (b"garbage", "line 1 is not step,loss,accuracy,"),
+        (b"a,b\n1,2\n", "line 1 is not step,loss,accuracy,"),
+        (b"\xff\xfe\x00", "can't decode byte"),
+        (HEAD + b"\n1,x,0.1,0.0,1.0,,\n", "line 2 is '1,x,0.1,0.0,1.0,,'"),
+        (HEAD + b"\n1,0.5,0.1,0.0,1.0,,\n2,0.5\n3,0.5,0.1,0.0,1.0,,\n", "line 3 is '2,0.5'"),
+        (HEAD + b"\n1,,0.1,0.0,1.0,,\n", "line 2 is"),
+    ],
+)
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_table_that_is_none_is_not_replaced(garbage, why, resume, tmp_path):
+    (tmp_path / "curves.csv").write_bytes(garbage)
+    done = run("train", *SMALL, "--method", "backprop", *resume, "--out", tmp_path)
+    assert done.exit_code == 1
+    assert f"{tmp_path / 'curves.csv'} is not a table of steps that training wrote (" in done.stderr
+    assert why in done.stderr and "; move it away, or name another folder" in done.stderr
+    assert (tmp_path / "curves.csv").read_bytes() == garbage
+
+
+def test_torn_tables_are_read(tmp_path):
+    """A run that was killed while it wrote."""
+    line = b"1,0.5,0.1,0.0,1.0,,\n"
+    for content, steps in ((b"", []), (HEAD[:9], []), (HEAD + b"\n" + line + b"2,0.", [1])):
+        (tmp_path / "curves.csv").write_bytes(content)
+        assert [r.step for r in training.read_csv(tmp_path / "curves.csv")] == steps
+    assert training.read_csv(tmp_path / "nothing.csv") == []
 
 
 def test_help_and_version():

@@ -21,6 +21,9 @@ def network(rows=512, width=4):
     s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     return loss, s(16, width, width), s(rows, width)
 
+def with_aux():
+    return lambda ws, x: (loss(ws, x), x), *network()[1:]
+
 def loss_alone():
     return loss
 
@@ -52,6 +55,12 @@ def test_a_plan_is_printed(where):
     assert "dot_general f32[4096,4]" in done.output and "my_network.py:7" in done.output
 
 
+def test_a_loss_with_auxiliary_data():
+    found = run("my_network:with_aux", "--has-aux")
+    assert found.exit_code == 0, found.output
+    assert "blocks walked" in found.output and "dot_general f32[512,4]" in found.output
+
+
 def test_as_json_and_by_another_method():
     found = json.loads(run("my_network:network", "--json").output)
     assert found["backprop_bytes"] > 0 and {"block", "mode", "why"} <= found["rows"][0].keys()
@@ -77,6 +86,14 @@ def test_as_json_and_by_another_method():
         (["my_network:network", "--set", "row=3"], "cannot be called with row"),
         (["my_network:loss_alone"], "my_network:loss_alone returned a function; name a function"),
         (["my_network:network", "--method", "reversible"], "cannot be inverted"),
+        (
+            ["my_network:with_aux"],
+            "the loss of my_network:with_aux returns a pair; if that is its value and auxiliary data, pass --has-aux",
+        ),
+        (
+            ["my_network:network", "--has-aux"],
+            "--has-aux: the loss of my_network:network is to return a pair of its value and auxiliary data, but returns",
+        ),
     ],
 )
 def test_what_is_no_network(arguments, said):

@@ -330,6 +330,25 @@ def test_a_file_holds_all_of_it(tmp_path, signals, capsys):
     assert "cifar10 needs PATH" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["mnist1d", "{0}/x.npz/y.npz"],
+            "moonwalk.data: {0}/x.npz cannot be a folder: {0}/x.npz is a file",
+        ),
+        (["mnist1d", "{0}/x.txt"], "the file to write is a .npz, got {0}/x.txt"),
+        (["cifar10", "{0}/nowhere", "{0}/y.npz"], "moonwalk.data: .*no file or folder {0}/nowhere"),
+    ],
+)
+def test_what_cannot_be_prepared_is_one_line(arguments, said, tmp_path, capsys):
+    (tmp_path / "x.npz").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        prepare([a.format(tmp_path) for a in arguments])
+    words = str(stopped.value) + capsys.readouterr().err
+    assert re.search(said.format(re.escape(str(tmp_path))), words), words
+
+
 def test_files_that_are_none(tmp_path, signals):
     with pytest.raises(mw.DataError, match="no file .*; write one with data.save"):
         data.load(tmp_path / "nothing.npz")

@@ -267,14 +267,89 @@ def test_settings_are_checked(signals):
         ValueError, match="checkpoint_every must be a multiple of steps_per_call=1, got 0"
     ):
         fit(Linear(), signals, checkpoint_every=0)
-    with pytest.raises(
-        ValueError, match="steps must not be negative and steps_per_call at least 1, got 4 and 0"
-    ):
-        fit(Linear(), signals, steps_per_call=0)
     with pytest.raises(TypeError, match="fit: Lambda has no inexact arrays to train"):
         fit(eqx.nn.Lambda(lambda x: Linear()(x)), signals)
     with pytest.raises(mw.DataError, match="batch must lie in 1 … 240"):
         fit(Linear(), signals, batch=1000)
+
+
+class Few(Linear):
+    """Fewer logits than there are labels."""
+
+    def __call__(self, x, *, key=None):
+        return super().__call__(x)[:, :7]
+
+
+class Flat(Linear):
+    def __call__(self, x, *, key=None):
+        return super().__call__(x).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            dict(optimizer="adam"),
+            TypeError,
+            r"fit: optimizer takes an optax.GradientTransformation, such as optax.adam\(1e-3\) .*, got 'adam'",
+        ),
+        (dict(optimizer=optax.adam), TypeError, "fit: optimizer takes .*, got <function adam"),
+        (
+            dict(model={}),
+            TypeError,
+            "fit: the model is called with a batch and must be callable, .* got dict",
+        ),
+        (dict(model={"w": jnp.ones(3)}), TypeError, "fit: the model is called with a batch"),
+        (
+            dict(dataset=(1, 2)),
+            TypeError,
+            r"takes a moonwalk.data.Dataset, such as data.mnist1d\(\), got tuple",
+        ),
+        (dict(augment="flip"), TypeError, "fit: augment must be callable, got 'flip'"),
+        (dict(callbacks=[3]), TypeError, "callbacks must be callable, got 3"),
+        (
+            dict(checkpoints="run"),
+            TypeError,
+            r"takes training.Checkpoints\(folder, settings\), got 'run'",
+        ),
+        *(
+            (dict([(name, value)]), ValueError, f"fit: {name} is a whole number, at least {least}, got ")
+            for name, least in (("steps", 1), ("batch", 1), ("steps_per_call", 1), ("seed", 0))
+            for value in (least - 1, 1.5, True, "3", None)
+        ),
+        (dict(measure="no"), ValueError, "fit: measure is True or False, got 'no'"),
+        (dict(compare_memory=1), ValueError, "fit: compare_memory is True or False, got 1"),
+        (
+            dict(evaluate_every=1.5),
+            ValueError,
+            "evaluate_every must be a multiple of steps_per_call=1, got 1.5",
+        ),
+        (
+            dict(model=Few()),
+            ValueError,
+            "fit: the model returns 7 logits, but MNIST-1D.* has 10 classes; give its last layer one output",
+        ),
+        (
+            dict(model=Flat()),
+            ValueError,
+            r"takes a batch \[32, 40, 1\] to logits \[32, 10\], .* but it returned float32\[320\]",
+        ),
+    ],
+)
+def test_wrong_settings_of_fit(signals, changes, error, words):
+    given = dict(model=Linear(), dataset=signals, optimizer=optax.sgd(0.1), steps=4, batch=32)
+    with pytest.raises(error, match=words):
+        training.fit(**(given | dict(method="backprop") | changes))
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, np.nan, np.inf, "a", True])
+def test_a_rate_is_positive(rate):
+    with pytest.raises(ValueError, match=f"optimizer: rate is a positive number, got {rate!r}"):
+        training.optimizer("adam", rate)
+    with pytest.raises(ValueError, match="optimizer: steps is a whole number, at least 1, got 0"):
+        training.optimizer("adam", 0.1, "cosine", steps=0)
+    with pytest.raises(ValueError, match="unknown optimizer 3"):
+        training.optimizer(3, 0.1)
 
 
 # --- augmentation -----------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_orbax_is_asked_for(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"written by orbax: pip install 'moonwalk-jax\[cli\]'"):
         worker.checkpoints(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="keep must be at least 1"):
+    with pytest.raises(ValueError, match="keep is a whole number, at least 1, got 0"):
         training.Checkpoints(tmp_path, {}, keep=0)
 
 

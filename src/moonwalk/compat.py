@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 MINIMUM_JAX = (0, 10, 1)
 
 # Releases that compute wrong numbers: their version, and what is known of the defect. A lower bound
 # alone would let them in, and nothing that this package does would be right on them.
-DEFECTIVE_JAX = {
+DEFECTIVE_JAX: dict[tuple[int, ...], str] = {
     (
         0,
         10,
@@ -61,7 +61,7 @@ def refuse_unsupported_jax(version: str, jaxlib: str | None = None) -> None:
             )
 
 
-refuse_unsupported_jax(jax.__version__, jaxlib.__version__)
+refuse_unsupported_jax(jax.__version__, jaxlib.version.__version__)
 
 
 def barrier_options() -> dict[str, str | bool]:

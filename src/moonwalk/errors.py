@@ -59,7 +59,7 @@ class OptimizerError(MoonwalkError, TypeError):
 
 
 class DataError(MoonwalkError, ValueError):
-    """A data set that is not there, or not what its format promises."""
+    """A data set, or a table, that is not there, or not what its format promises."""
 
 
 class CheckpointError(MoonwalkError, ValueError):

@@ -19,7 +19,8 @@ def refuse(owner: str, name: str, rule: str, given: Any) -> ValueError:
 
 def is_count(given: Any, least: int = 1) -> bool:
     """Whether it is a whole number of at least `least`."""
-    return isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= least
+    is_whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    return is_whole and bool(given >= least)
 
 
 def count(owner: str, name: str, given: Any, least: int = 1, what: str = "is a whole number") -> int:

@@ -1,6 +1,8 @@
 """`moonwalk bench`: what it says, leaves and refuses."""
 
+import errno
 import json
+import pathlib
 import sys
 
 import pytest
@@ -100,13 +102,61 @@ def test_what_would_be_measured(tmp_path):
         (["depth", "--limit", "much"], 2, "expected a size such as 24GB or 512MiB, got 'much'"),
         ([], 1, "name experiments, or --all. There are: table1, fig2"),
         (["fig2", "--all"], 1, "--all, or names (fig2), not both"),
-        (["fig2", "--report-only", "--out", "nowhere"], 1, "nowhere has no results of fig2 to report"),
+        (["fig2", "--seed", "-1"], 2, "expected a whole number, at least 0, got -1"),
+        *(
+            (["fig2", "--timeout", value], 2, f"expected a positive number, got {value}")
+            for value in ("0", "-1", "nan", "inf")
+        ),
+        (["fig2", "--out", __file__], 1, f"{__file__} cannot be a folder: {__file__} is a file; name"),
+        (
+            ["fig2", "--report-only", "--out", "nowhere"],
+            1,
+            "nowhere has no results of fig2 to report; measure",
+        ),
+        (["--report-only", "--out", "nowhere"], 1, "nowhere has no results of table1, fig2, fig3, "),
     ],
 )
 def test_what_it_refuses(arguments, code, said):
     done = run(*arguments)
     assert done.exit_code == code
     assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fig2", "--seed", "-1"], "bench: seed is a whole number, at least 0, got -1"),
+        (["fig2", "--timeout", "0"], "bench: timeout is a positive number, got 0.0"),
+        (["fig2", "--timeout", "nan"], "bench: timeout is a positive number, got nan"),
+        (["fig2", "--out", __file__], "cannot be a folder"),
+    ],
+)
+def test_what_the_module_refuses(arguments, said):
+    with pytest.raises(SystemExit, match=f"moonwalk bench: .*{said}"):
+        plain.main(arguments)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_report_without_names_is_of_all_that_there_is(tmp_path, monkeypatch):
+    assert run("fig2", "--quick", "--out", tmp_path).exit_code == 0
+    asked = []
+    monkeypatch.setattr(command, "report", lambda options, _: asked.append(options.chosen))
+    assert run("--report-only", "--out", tmp_path).exit_code == 0
+    assert run("fig2", "--report-only", "--out", tmp_path).exit_code == 0
+    assert asked == [list(experiments.NAMES), ["fig2"]]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "replace", full)
+    done = run("fig2", "--quick", "--out", tmp_path)
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    path = tmp_path / "fig2.json"
+    assert f"could not be written to {path} (No space left on device); make room there" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("no_processes")

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import files, settings
 from ..training.names import nearest
 from . import experiments, runner
 from .store import Store, load
@@ -51,17 +52,21 @@ class Options:
     def __post_init__(self) -> None:
         if self.everything and self.names:
             raise ValueError(f"--all, or names ({', '.join(self.names)}), not both")
-        if not self.everything and not self.names:
+        if not self.everything and not self.names and not self.report_only:
             raise ValueError(f"name experiments, or --all. There are: {', '.join(experiments.NAMES)}")
         for name in self.names:
             if name not in experiments.NAMES:
                 raise ValueError(nearest("experiment", name, experiments.NAMES))
         if self.device not in DEVICES:
             raise ValueError(nearest("device", self.device, DEVICES))
+        settings.positive("bench", "timeout", self.timeout)
+        settings.count("bench", "seed", self.request.seed, 0)
+        files.refuse_file(self.out)
 
     @property
     def chosen(self) -> list[str]:
-        return list(experiments.NAMES if self.everything else dict.fromkeys(self.names))
+        """The experiments; a report without names is of all that there are."""
+        return list(dict.fromkeys(self.names) if self.names else experiments.NAMES)
 
 
 class Screen(Protocol):
@@ -124,16 +129,18 @@ def outline(name: str, request: Request) -> list[str]:
 
 def report(options: Options, screen: Screen) -> None:
     """Figures and the report, of whatever the folder has."""
-    names = experiments.NAMES if options.everything else options.chosen
-    files = [p for p in (options.out / f"{name}.json" for name in names) if p.is_file()]
-    if not files:
-        raise ValueError(f"{options.out} has no results of {', '.join(options.chosen)} to report")
+    paths = [p for p in (options.out / f"{name}.json" for name in options.chosen) if p.is_file()]
+    if not paths:
+        raise ValueError(
+            f"{options.out} has no results of {', '.join(options.chosen)} to report; measure first, "
+            "without --report-only, or name the folder that has them (--out)"
+        )
     for needed, what in (("matplotlib", "figures"), ("plotly", "the report")):
         if find_spec(needed) is None:
             screen.say(f"no {what}: {needed} is not installed; `--report-only` makes them later")
             return
     figures: Any = import_module(f"{__package__}.figures")
-    for path in files:
+    for path in paths:
         figures.draw(path.stem, load(path), options.out)
     every = [p for p in (options.out / f"{name}.json" for name in experiments.NAMES) if p.is_file()]
     import_module(f"{__package__}.report").write(every, options.out)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from .charts import ENDS, WRONG, Chart, Panel, Series, bar_label, chart
 
 _DASHES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1.2, 1.6)), "dashdot": (0, (5, 1.6, 1.2, 1.6))}
@@ -44,14 +45,14 @@ def draw(name: str, result: Mapping[str, Any], folder: str | Path) -> list[Path]
     if found is None:
         return []
     plt = _pyplot()
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = files.folder(folder)
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     with plt.rc_context(_LOOK):
         figure = _figure(plt, found, caption(result["header"]))
         for path in paths:
             dated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
-            figure.savefig(path, dpi=150, **dated)
+            with files.writing(path):
+                figure.savefig(path, dpi=150, **dated)
         plt.close(figure)
     return paths
 

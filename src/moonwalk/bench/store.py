@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from .tasks import Record, Task
 
 # Records of one file are of one device, one compiler and one set of sizes.
@@ -43,7 +43,7 @@ class Store:
         self.path = folder / f"{experiment}.json"
         self.experiment, self.header = experiment, dict(header)
         self.records: list[Record] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        files.folder(folder)
         if self.path.is_file() and not fresh:
             old = load(self.path)
             for name in SAME:
@@ -106,6 +106,5 @@ def as_csv(records: list[Record]) -> str:
 
 def replace(path: Path, text: str) -> None:
     """Write a file as a whole: a reader, or a crash, meets the old one or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    with files.whole(path) as file:
+        file.write(text)

@@ -60,6 +60,23 @@ def _one_of(kind: str, names: Any) -> Any:
     return check
 
 
+def _positive(given: float) -> float:
+    if not 0 < given < float("inf"):
+        raise typer.BadParameter(f"expected a positive number, got {given:g}")
+    return given
+
+
+def _at_least(least: int) -> Any:
+    """A callback that refuses smaller numbers, and says which it got."""
+
+    def check(given: int) -> int:
+        if given < least:
+            raise typer.BadParameter(f"expected a whole number, at least {least}, got {given}")
+        return given
+
+    return check
+
+
 def _model(given: str) -> str:
     return _one_of("model", MODELS)(given.replace("-", "_"))
 
@@ -103,13 +120,17 @@ def train(
     optimizer: Annotated[
         str, typer.Option(callback=_one_of("optimizer", OPTIMIZERS), help=f"{', '.join(OPTIMIZERS)}.")
     ] = "adam",
-    rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
+    rate: Annotated[float, typer.Option(callback=_positive, help="The learning rate.")] = 1e-3,
     schedule: Annotated[
         str, typer.Option(callback=_one_of("schedule", SCHEDULES), help=f"{', '.join(SCHEDULES)}.")
     ] = "constant",
-    steps: Annotated[int, typer.Option(min=1, help="In all, those before a --resume included.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and augmentation.")] = 0,
+    steps: Annotated[
+        int, typer.Option(callback=_at_least(1), help="In all, those before a --resume included.")
+    ] = 1000,
+    batch: Annotated[int, typer.Option(callback=_at_least(1), help="Examples in a batch.")] = 128,
+    seed: Annotated[
+        int, typer.Option(callback=_at_least(0), help="Of weights, batches and augmentation.")
+    ] = 0,
     augment: Annotated[
         str, typer.Option(callback=_one_of("augmentation", AUGMENT), help=f"{', '.join(AUGMENT)}.")
     ] = "none",
@@ -129,12 +150,17 @@ def train(
         bool,
         typer.Option("--resume", help="Go on from the last checkpoint in --out, if any."),
     ] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    checkpoint_every: Annotated[
+        int, typer.Option(callback=_at_least(1), help="Steps between checkpoints.")
+    ] = 100,
     evaluate_every: Annotated[
-        int, typer.Option(min=1, help="Steps between looks at the test examples.")
+        int, typer.Option(callback=_at_least(1), help="Steps between looks at the test examples.")
     ] = 100,
     steps_per_call: Annotated[
-        int, typer.Option(min=1, help="Steps that run as one program; more is faster on a GPU.")
+        int,
+        typer.Option(
+            callback=_at_least(1), help="Steps that run as one program; more is faster on a GPU."
+        ),
     ] = 1,
     compare_memory: Annotated[
         bool, typer.Option(help="Compile backpropagation too, to show its memory.")
@@ -221,7 +247,7 @@ def bench(
             help="Images for fig4: a folder of Fashion-MNIST, or a .npz file of moonwalk.data."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(callback=_at_least(0), help="Of weights and data.")] = 0,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -229,13 +255,14 @@ def bench(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds for one measurement.")
+        float, typer.Option(callback=_positive, help="Seconds for one measurement.")
     ] = command.Options.timeout,
     retry: Annotated[bool, typer.Option("--retry", help="Measure once more what failed.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what --out has.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured.")] = False,
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Figures and report of what --out has.")
+        bool,
+        typer.Option("--report-only", help="Figures and report of what --out has; without names, all."),
     ] = False,
     commit: Annotated[str, typer.Option(help="For the files, where git is not at hand.")] = "",
 ) -> None:
@@ -290,6 +317,9 @@ def plan(
             callback=_one_of("method", plan_run.METHODS), help=f"{', '.join(plan_run.METHODS)}."
         ),
     ] = "moonwalk",
+    has_aux: Annotated[
+        bool, typer.Option("--has-aux", help="The loss returns a pair: its value, and auxiliary data.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Print how your own loss would be differentiated: what is walked, kept, recomputed, and why.
@@ -298,7 +328,8 @@ def plan(
     is called with; gradients are for the first of these. The current folder is searched for modules.
     """
     try:
-        found = plan_run.make(where, dict(map(_assignment, settings or ())), method)
+        assigned = dict(map(_assignment, settings or ()))
+        found = plan_run.make(where, assigned, method, has_aux=has_aux)
     except (MoonwalkError, ValueError, TypeError, ImportError, OSError) as error:
         typer.echo(f"moonwalk plan: {error}", err=True)
         raise typer.Exit(1) from error

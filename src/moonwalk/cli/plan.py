@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import equinox as eqx
+
 from ..gradient import plan
 from ..methods import Checkpoint, Moonwalk, PureForward, Reversible
 from ..plans import Plan
@@ -31,7 +33,9 @@ HOW = (
 )
 
 
-def make(where: str, settings: dict[str, Any], method: str = "moonwalk") -> Plan:
+def make(
+    where: str, settings: dict[str, Any], method: str = "moonwalk", *, has_aux: bool = False
+) -> Plan:
     """The plan of the loss that `where` leads to.
 
     **Arguments:**
@@ -41,10 +45,28 @@ def make(where: str, settings: dict[str, Any], method: str = "moonwalk") -> Plan
         `moonwalk.value_and_grad(loss)`.
     - `settings`: keyword arguments for the function.
     - `method`: a name of `METHODS`.
+    - `has_aux`: whether the loss returns a pair of its value and auxiliary data.
     """
     chosen = lookup("method", method, METHODS)
     loss, *args = call(find(where), where, settings)
-    return plan(loss, *args, method=chosen)
+    check_value(loss, args, where, has_aux)
+    return plan(loss, *args, method=chosen, has_aux=has_aux)
+
+
+def check_value(loss: Any, args: list[Any], where: str, has_aux: bool) -> None:
+    """What the loss returns is a number, or with `has_aux` a pair of it and something."""
+    value = eqx.filter_eval_shape(loss, *args)
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    if is_pair and not has_aux:
+        raise ValueError(
+            f"the loss of {where} returns a pair; if that is its value and auxiliary data, pass "
+            "--has-aux, as value_and_grad takes has_aux=True"
+        )
+    if has_aux and not is_pair:
+        raise ValueError(
+            f"--has-aux: the loss of {where} is to return a pair of its value and auxiliary data, but "
+            f"returns {_kind(value)}"
+        )
 
 
 def find(where: str) -> Any:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .. import data, models, training
+from .. import data, files, models, training
 from ..errors import PlanWarning
 from ..plans import human
 from ..training import Record
@@ -68,6 +68,7 @@ class Request:
 def run(request: Request, console: Console | None = None) -> None:
     """Train, and leave `curves.csv`, `curves.png`, `run.json` and `checkpoints/` in `request.out`."""
     console = console or Console()
+    files.refuse_file(request.out)  # before anything that takes time
     dataset = load(request)
     model = make_model(request, dataset)
     identity = request.identity(dataset)
@@ -111,7 +112,8 @@ def run(request: Request, console: Console | None = None) -> None:
         "replans": found.replans,
         "last": asdict(records[-1]) if records else None,
     }
-    (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+    with files.whole(folder / "run.json") as file:
+        file.write(json.dumps(about, indent=2) + "\n")
     if records:
         console.print(table(request, records[-1], memory))
     console.print(f"curves, picture and checkpoints are in {folder}", highlight=False, soft_wrap=True)

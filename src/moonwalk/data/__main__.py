@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from ..errors import MoonwalkError
 from . import cifar10, fashion_mnist, mnist1d, save
 
 
@@ -16,11 +18,16 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.name != "mnist1d" and given.path is None:
         parser.error(f"{given.name} needs PATH, where its files are")
-    if given.name == "mnist1d":
-        dataset = mnist1d()
-    else:
-        dataset = (fashion_mnist if given.name == "fashion-mnist" else cifar10)(given.path)
-    save(given.file, dataset)
+    if given.file.suffix != ".npz":
+        parser.error(f"the file to write is a .npz, got {given.file}")
+    try:
+        if given.name == "mnist1d":
+            dataset = mnist1d()
+        else:
+            dataset = (fashion_mnist if given.name == "fashion-mnist" else cifar10)(given.path)
+        save(given.file, dataset)
+    except (MoonwalkError, ImportError, OSError) as error:
+        sys.exit(f"moonwalk.data: {error}")
     print(f"{given.file}: {dataset.name}, {len(dataset.train_y)} + {len(dataset.test_y)} examples")
 
 

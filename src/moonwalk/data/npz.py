@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from .. import files
 from ..errors import DataError
 from .dataset import Dataset
 
@@ -17,17 +17,10 @@ ARRAYS = ("train_x", "train_y", "test_x", "test_y")
 
 def save(path: str | Path, dataset: Dataset) -> None:
     """Write a data set; the file appears whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     fields = {key: getattr(dataset, key) for key in ARRAYS}
     fields |= {key: np.array(getattr(dataset, key)) for key in ("name", "classes", "mean", "std")}
-    try:
-        with partial.open("wb") as file:
-            np.savez_compressed(file, **fields)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with files.whole(path, "wb") as file:
+        np.savez_compressed(file, **fields)
 
 
 def load(path: str | Path) -> Dataset:

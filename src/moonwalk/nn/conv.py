@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -147,7 +147,7 @@ class Conv(eqx.Module):
                     f"{', '.join(NAMED)}, or numbers"
                 )
             return value
-        values = (value,) * self.dims if settings.is_count(value, 0) else value
+        values: Any = (value,) * self.dims if settings.is_count(value, 0) else value
         values = values if isinstance(values, Sequence) else ()
         pairs = [(v, v) if settings.is_count(v, 0) else v for v in values]
         if len(pairs) != self.dims or not all(_is_pair(p) for p in pairs):
@@ -193,7 +193,7 @@ class Conv(eqx.Module):
         return y if self.bias is None else y + self.bias.astype(y.dtype)
 
 
-def _is_pair(given: object) -> bool:
+def _is_pair(given: Any) -> bool:
     return (
         isinstance(given, Sequence) and len(given) == 2 and all(settings.is_count(v, 0) for v in given)
     )

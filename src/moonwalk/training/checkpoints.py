@@ -7,15 +7,25 @@ one, is told apart before anything is trained on it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import hashlib
-from collections.abc import Mapping
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from .. import files
+from .. import settings as settings_
 from ..errors import CheckpointError
+
+_OVERHEAD = 2**20  # bytes that a checkpoint takes beside its arrays, and to spare
 
 
 class Saved(NamedTuple):
@@ -47,10 +57,10 @@ class Checkpoints:
             raise ImportError(
                 "checkpoints are written by orbax: pip install 'moonwalk-jax[cli]'"
             ) from error
-        if keep < 1:
-            raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}")
+        keep = settings_.count("Checkpoints", "keep", keep)
+        settings_.flag("Checkpoints", "resume", resume)
         self.orbax, self.keep = orbax, keep
-        self.folder = Path(folder).absolute()
+        self.folder = files.folder(folder).absolute()
         self.settings = {str(k): v for k, v in settings.items()}
         self.protected: set[int] = set()
         self.needs: dict[int, int] = {}  # from which step's weights a checkpoint's plan was made
@@ -88,11 +98,19 @@ class Checkpoints:
             "digest": _digest(leaves),
         }
         args = self.orbax.args
-        self.manager.save(
-            saved.step,
-            args=args.Composite(state=args.StandardSave(_numbered(leaves)), about=args.JsonSave(about)),
+        composite = args.Composite(
+            state=args.StandardSave(_numbered(leaves)), about=args.JsonSave(about)
         )
-        self.manager.wait_until_finished()
+        try:
+            self._require_room(sum(int(a.nbytes) for a in leaves))
+            with _quiet_threads():
+                self.manager.save(saved.step, args=composite)
+                self.manager.wait_until_finished()
+        except Exception as error:  # orbax and tensorstore raise whatever the system's refusal leads to
+            last = self.last_step
+            what = f"the checkpoint after step {saved.step}"
+            what += " (the first)" if last is None else f" (the last one is after step {last})"
+            raise files.cannot_write(self.folder, error, what) from error
         self.needs[saved.step] = saved.planned[0]
         there = self.steps()
         kept = {*[s for s in there if s not in self.protected][-self.keep :], *self.protected}
@@ -100,6 +118,11 @@ class Checkpoints:
         for step in there:
             if step not in kept:
                 self.manager.delete(step)
+
+    def _require_room(self, size: int) -> None:
+        """Asked before anything is written: on a full disk orbax's threads print tracebacks."""
+        if shutil.disk_usage(self.folder).free < size + _OVERHEAD:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def latest(self, like: Any) -> Saved | None:
         """The last whole checkpoint, checked; `like`: a state of the same structure."""
@@ -164,6 +187,21 @@ class Checkpoints:
                 + "\n".join(shown)
                 + "\nName another folder, or give that run's settings."
             )
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """The first error is raised, and says all: those of orbax's other threads are not logged besides."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        gc.collect()  # tasks whose errors nobody asked for log them when they are collected
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _flat(state: Any) -> tuple[list[Any], list[str]]:

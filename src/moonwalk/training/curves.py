@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from .. import files
+from ..errors import DataError
 from .records import Record
 
 COLUMNS = tuple(f.name for f in fields(Record))
@@ -16,24 +17,52 @@ COLUMNS = tuple(f.name for f in fields(Record))
 
 def write_csv(path: str | Path, records: Sequence[Record]) -> None:
     """One line per step; the file is replaced as a whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", newline="") as file:
+    with files.whole(path, newline="") as file:
         csv.writer(file).writerow(COLUMNS)
         csv.writer(file).writerows(map(_cells, records))
-    partial.replace(path)
 
 
 def read_csv(path: str | Path) -> list[Record]:
-    """What `write_csv` or a `Log` wrote, but for a torn last line; nothing where there is no file."""
+    """What `write_csv` or a `Log` wrote, but for a torn last line; nothing where there is no file.
+
+    A file that holds anything else is an error: it may be somebody's, and is not to be replaced.
+    """
     path = Path(path)
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    return [
-        Record(int(row["step"]), *(float(row[c]) if row[c] else None for c in COLUMNS[1:]))  # type: ignore[arg-type]
-        for row in csv.DictReader(whole)
-    ]
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_bytes().decode().splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _not_ours(path, str(error)) from error
+    head = ",".join(COLUMNS)
+    if lines and lines[0].rstrip("\r\n") != head and (len(lines) > 1 or not head.startswith(lines[0])):
+        raise _not_ours(path, f"line 1 is not {head}")
+    records = []
+    for number, cells in enumerate(csv.reader(li for li in lines[1:] if li.endswith("\n")), 2):
+        try:
+            step, loss, accuracy, certificate, seconds, *tested = cells
+            test_loss, test_accuracy = (float(cell) if cell else None for cell in tested)
+            records.append(
+                Record(
+                    int(step),
+                    float(loss),
+                    float(accuracy),
+                    float(certificate),
+                    float(seconds),
+                    test_loss,
+                    test_accuracy,
+                )
+            )
+        except ValueError as error:
+            raise _not_ours(path, f"line {number} is {','.join(cells)[:80]!r}") from error
+    return records
+
+
+def _not_ours(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} is not a table of steps that training wrote ({why}); move it away, or name another "
+        "folder"
+    )
 
 
 class Log:
@@ -52,7 +81,7 @@ class Log:
 
     def add(self, record: Record) -> None:
         self.records.append(record)
-        with self.path.open("a", newline="") as file:
+        with files.writing(self.path), self.path.open("a", newline="") as file:
             csv.writer(file).writerow(_cells(record))
 
 
@@ -94,7 +123,8 @@ def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping
     axes[2].margins(y=0.15)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    with files.writing(path):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
 
 

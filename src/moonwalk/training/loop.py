@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .. import compat, data, gradient
+from .. import compat, data, gradient, settings
 from ..data import Dataset
 from ..errors import InexactError, NonFiniteError
 from ..gradient import Unplanned
@@ -109,7 +109,9 @@ def fit(
     >>> found.records[-1].test_accuracy > 0.2
     True
     """
-    _check(on_inexact, steps, steps_per_call, evaluate_every, checkpoint_every)
+    _check_settings(on_inexact, steps, steps_per_call, evaluate_every, checkpoint_every)
+    _check_counts(batch, seed, measure=measure, compare_memory=compare_memory)
+    _check_parts(model, dataset, optimizer, augment, checkpoints, on_start, *callbacks)
     trainer = _Trainer(model, dataset, optimizer, names.method(method), batch, seed, augment)
     trainer.plan(trainer.state.params, 0, 0, measure)
     step, before = 0, 0.0
@@ -187,6 +189,7 @@ class _Trainer:
         # Programs reuse the state's memory, so it must not be the caller's.
         params = jax.tree.map(jnp.copy, params)
         self.state = State(params, optimizer.init(params))
+        _check_logits(params, self.static, dataset, batch)
         self.loss = stepping.loss_of(self.static)
         self.dataset, self.optimizer, self.method = dataset, optimizer, method
         self.batch, self.seed, self.augment = batch, seed, augment
@@ -324,22 +327,75 @@ def _stop(
     )
 
 
-def _check(
+def _check_logits(params: Any, static: Any, dataset: Dataset, batch: int) -> None:
+    """A label without a logit has no loss: what comes out of it is NaN, which no rate would cure."""
+    x = jax.ShapeDtypeStruct((batch, *dataset.in_shape), jnp.float32)
+    out = jax.eval_shape(lambda p, x: eqx.combine(p, static)(x), params, x)
+    shape, classes = getattr(out, "shape", None), len(dataset.classes)
+    is_real = shape is not None and jnp.issubdtype(out.dtype, jnp.floating)
+    if shape is None or len(shape) != 2 or shape[0] != batch or not is_real:
+        found = str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out))
+        raise ValueError(
+            f"fit: the model takes a batch {list(x.shape)} to logits [{batch}, {classes}], one number "
+            f"for each class of {dataset.name}, but it returned {found}"
+        )
+    if shape[1] < classes:
+        raise ValueError(
+            f"fit: the model returns {shape[1]} logits, but {dataset.name} has {classes} classes; give "
+            "its last layer one output for each"
+        )
+
+
+def _check_parts(
+    model: Any,
+    dataset: Any,
+    optimizer: Any,
+    augment: Any,
+    checkpoints: Any,
+    *calls: Any,
+) -> None:
+    if not callable(model):
+        raise TypeError(
+            f"fit: the model is called with a batch and must be callable, as an Equinox module is, got "
+            f"{type(model).__name__}"
+        )
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"fit: dataset takes a moonwalk.data.Dataset, such as data.mnist1d(), got "
+            f"{type(dataset).__name__}"
+        )
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "fit: optimizer takes an optax.GradientTransformation, such as optax.adam(1e-3) or "
+            f"training.optimizer('adam', 1e-3), got {optimizer!r}"
+        )
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise TypeError(
+            f"fit: checkpoints takes training.Checkpoints(folder, settings), got {checkpoints!r}"
+        )
+    for name, call in (("augment", augment), *(("on_start and callbacks", c) for c in calls)):
+        if call is not None and not callable(call):
+            raise TypeError(f"fit: {name} must be callable, got {call!r}")
+
+
+def _check_counts(batch: Any, seed: Any, **flags: Any) -> None:
+    settings.count("fit", "seed", seed, 0)
+    settings.count("fit", "batch", batch)
+    for name, value in flags.items():
+        settings.flag("fit", name, value)
+
+
+def _check_settings(
     on_inexact: str,
     steps: int,
     steps_per_call: int,
     evaluate_every: int | None,
     checkpoint_every: int | None,
 ) -> None:
+    settings.counts("fit", steps=steps, steps_per_call=steps_per_call)
     if on_inexact not in ON_INEXACT:
         raise ValueError(f"fit: on_inexact must be 'stop' or 'replan', got {on_inexact!r}")
-    if steps < 0 or steps_per_call < 1:
-        raise ValueError(
-            f"fit: steps must not be negative and steps_per_call at least 1, got {steps} and "
-            f"{steps_per_call}"
-        )
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
-        if every is not None and (every < 1 or every % steps_per_call):
-            raise ValueError(
-                f"fit: {name} must be a multiple of steps_per_call={steps_per_call}, got {every}"
-            )
+        if every is not None and (not settings.is_count(every) or every % steps_per_call):
+            rule = f"must be a multiple of steps_per_call={steps_per_call}"
+            raise settings.refuse("fit", name, rule, every)

@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from .. import settings
 from ..gradient import check_method
 from ..methods import Backprop, Checkpoint, Moonwalk, ProjectedForward, Reversible
 
@@ -64,11 +65,13 @@ def optimizer(
     [-0.5, -0.5]
     """
     make = lookup("optimizer", name, OPTIMIZERS)
+    rate = settings.positive("optimizer", "rate", rate)
+    steps = settings.count("optimizer", "steps", steps)
     return make(lookup("schedule", schedule, SCHEDULES)(rate, steps))
 
 
 def lookup(kind: str, name: str, table: dict[str, Any]) -> Any:
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ValueError(nearest(kind, name, table))
     return table[name]
 
@@ -76,6 +79,6 @@ def lookup(kind: str, name: str, table: dict[str, Any]) -> Any:
 def nearest(kind: str, name: str, names: Iterable[str]) -> str:
     """What to say to a name that is none of `names`."""
     names = list(names)
-    close = difflib.get_close_matches(name, names, 1, 0.5)
+    close = difflib.get_close_matches(str(name), names, 1, 0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {kind} {name!r}{guess} There are: {', '.join(names)}"
