@@ -33,7 +33,7 @@ class Settings:
         scale = lambda: 1.0 if small or rng.random() < 0.8 else 10.0 ** pick(-30, -12, -6, -3, 3, 6, 12, 30)
         self.data_scale, self.weight_scale, self.loss_scale = scale(), scale(), scale()
         self.weights = pick("normal", "normal", "normal", "normal", "integers", "zeros")
-        self.depth = pick(1, 2, 2, 3, 3, 4, 4, 5, 6, 8)
+        self.depth = pick(1, 1, 2, 2, 2, 3, 3, 4, 5, 8)
         self.tied = pick(0.0, 0.1, 0.4)
         self.theme = pick("any", "any", "any", "any", "any", "walked", "walked", "walked", "jax.nn", "convolutions", "control", "custom")
         self.inputs = pick("params", "params", "params", "params and data", "data as input", "two trees")

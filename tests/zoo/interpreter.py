@@ -26,10 +26,18 @@ class Loud(Exception):
     """The program would have raised an error when run."""
 
 
-def evaluate(closed, args):
-    """The outputs of a closed jaxpr, as a list."""
-    with np.errstate(all="ignore"):
-        return program(closed.jaxpr)(*map(value, closed.consts), *map(value, args))
+_tf32 = False  # whether products of float32 whose precision nobody chose round their operands
+
+
+def evaluate(closed, args, tf32=False):
+    """The outputs of a closed jaxpr, as a list; with `tf32` as a GPU computes products by default."""
+    global _tf32
+    _tf32 = tf32
+    try:
+        with np.errstate(all="ignore"):
+            return program(closed.jaxpr)(*map(value, closed.consts), *map(value, args))
+    finally:
+        _tf32 = False
 
 
 def value(a):
@@ -83,11 +91,26 @@ def step(eqn):
         return functools.partial(guard, eqn.params["message"])
     if name in TABLE:
         dtypes = [v.aval.dtype for v in eqn.outvars]
-        if all(isinstance(d, np.dtype) for d in dtypes):
-            fun = TABLE[name](eqn)
-            if fun is not None:
-                return fun
-    return by_jax(eqn)
+        fun = TABLE[name](eqn) if all(isinstance(d, np.dtype) for d in dtypes) else None
+        if fun is not None:
+            return rounding(eqn, fun)
+    return rounding(eqn, by_jax(eqn))
+
+
+def rounding(eqn, fun):
+    """As TF32 products are: operands of 10 bits of mantissa, sums in float32."""
+    if not (_tf32 and eqn.primitive.name in ("dot_general", "conv_general_dilated")):
+        return fun
+    precision = eqn.params["precision"]
+    chosen = precision if isinstance(precision, tuple) else (precision,)
+    if eqn.outvars[0].aval.dtype != np.float32 or not all(p in (None, jax.lax.Precision.DEFAULT) for p in chosen):
+        return fun
+    return lambda *args: fun(*(to_ten_bits(a) for a in args))
+
+
+def to_ten_bits(a):
+    bits = np.asarray(a, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x0FFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def by_jax(eqn):

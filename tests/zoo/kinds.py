@@ -73,7 +73,7 @@ def layer(g, x, *, same=False):
 
 def chain(g, x, length=None, *, same=True):
     """A few layers, one after the other."""
-    for i in range(g.choice(1, 2, 3) if length is None else length):
+    for i in range(g.choice(1, 1, 2, 3) if length is None else length):
         place = g.child(i)
         if place.path not in g.drop:
             x = layer(place, x, same=same)
@@ -389,7 +389,8 @@ def gate(g, x):
 def coupling(g, x):
     """A shear; or moonwalk.nn's coupling, which has an inverse."""
     n = x.shape[-1] // 2
-    f, h = (lambda v, w=g.weight(n, n): jnp.tanh(v @ w)), (lambda v, w=g.weight(n, n): jax.nn.silu(v @ w))
+    v, w = g.weight(n, n), g.weight(n, n)
+    f, h = (lambda x: jnp.tanh(x @ v)), (lambda x: jax.nn.silu(x @ w))
     if g.choice("plain", "moonwalk.nn") == "moonwalk.nn":
         return mw.nn.Coupling(f, h)(x)
     a, b = jnp.split(x, 2, -1)
@@ -824,7 +825,7 @@ def scan(g, x):
 
 @kind(lambda x: 0 < x.size <= 128, themes="nesting")
 def deep_scan(g, x):
-    return scanned(g, x, g.choice(60, 120, 200))
+    return scanned(g, x, g.choice(60, 120, 200) if len(g.path) == 1 else 2)
 
 
 @kind(lambda x: 0 < x.size <= 256 and features(x), themes=("walked", "nesting"), often=2)
@@ -837,7 +838,7 @@ def deep_walk(g, x):
     say = lambda w: w if w.dtype in (jnp.bfloat16, jnp.float16) else mw.declare(w, structure)
     one = lambda x, w, b: (factor * act(x @ say(w)) + b).astype(x.dtype)
     if g.choice("scan", "loop") == "loop":
-        for _ in range(g.choice(4, 12, 24)):
+        for _ in range(g.choice(4, 8, 12, 24)):
             x = one(x, g.weight(n, n, kind=structure), g.weight(n))
         return x
     length = g.choice(12, 40, 120, 200)
@@ -848,7 +849,7 @@ def deep_walk(g, x):
 @kind(anything, themes=NESTING)
 def loop(g, x):
     """The same few layers again and again."""
-    for _ in range(g.choice(2, 4, 8)):
+    for _ in range(g.choice(2, 3, 4)):
         x = chain(g.child("again"), x, 1)
     return x
 
