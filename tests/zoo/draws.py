@@ -35,7 +35,10 @@ class Settings:
         self.weights = pick("normal", "normal", "normal", "normal", "integers", "zeros")
         self.depth = pick(1, 1, 2, 2, 2, 3, 3, 4, 5, 8)
         self.tied = pick(0.0, 0.1, 0.4)
-        self.theme = pick("any", "any", "any", "any", "any", "walked", "walked", "walked", "jax.nn", "convolutions", "control", "custom")
+        self.theme = pick(*["any"] * 5, *["walked"] * 7, "jax.nn", "convolutions", "control", "custom")
+        if self.theme == "walked" and rng.random() < 0.8:  # large enough for walks to pay
+            self.shape = pick((16, 8), (32, 4), (64, 8), (16, 8, 4), (8, 6, 6, 4))
+            self.depth = pick(3, 4, 5, 6, 8)
         self.inputs = pick("params", "params", "params", "params and data", "data as input", "two trees")
         self.has_aux = rng.random() < 0.35
         self.python_scalar = rng.random() < 0.15
@@ -93,7 +96,7 @@ class Draw:
         self.rng = generator(settings.seed, *path)
         self.count, self.notes = 0, []
         if parent is None:
-            self.kept, self.places, self.states, self.aux, self.lines, self.is_narrow = {}, {}, [], {}, [], False
+            self.kept, self.places, self.states, self.aux, self.lines, self.narrow = {}, {}, [], {}, [], set()
 
     @property
     def dtype(self):

@@ -7,6 +7,7 @@ gradient as ten times backpropagation's own error. Otherwise the method has to s
 import dataclasses
 import warnings
 import zlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 
 import moonwalk as mw
+from moonwalk import plans
 
 from . import interpreter
 
@@ -25,14 +27,14 @@ METHODS = {  # name -> (method, how often it is drawn)
     DEFAULT: (lambda **k: mw.Moonwalk(**k), 0),
     "walk=always": (lambda **k: mw.Moonwalk(walk="always", **k), 8),
     "checkpoint=auto": (lambda **k: mw.Moonwalk(checkpoint="auto", **k), 3),
-    "checkpoint=2, always": (lambda **k: mw.Moonwalk(checkpoint=2, walk="always", **k), 1),
+    "checkpoint=block": (lambda **k: mw.Moonwalk(checkpoint="block", walk="always", **k), 1),
     "anchor_every=3": (lambda **k: mw.Moonwalk(anchor_every=3, walk="always", **k), 1),
     "Checkpoint()": (lambda **k: mw.Checkpoint(**k), 2),
     "Checkpoint(recursive)": (lambda **k: mw.Checkpoint("recursive", **k), 1),
     "Reversible()": (lambda **k: mw.Reversible(**k), 2),
     "PureForward()": (lambda **k: mw.PureForward(**k), 1),
     "certify": (lambda **k: mw.Moonwalk(walk="always", **k), 1),
-    "measured": (lambda **k: mw.Moonwalk(walk="always", **k), 0),
+    "measured": (lambda **k: mw.Moonwalk(walk="always", **k), 1),
     "eager": (lambda **k: mw.Moonwalk(**k), 0),
     "jit": (lambda **k: mw.Moonwalk(**k), 0),
     "fused": (lambda **k: mw.Moonwalk(**k), 1),
@@ -50,6 +52,7 @@ class Outcome:
     verdict: str
     detail: str = ""
     error: float = 0.0
+    walked: int = 0  # layers, by the plan
     seconds: float = 0.0
 
 
@@ -182,17 +185,12 @@ class Reference:
         value, gradients = numbers(value), numbers(gradients)
         if not is_finite(gradients):
             return "loud", "NaN or infinite gradients", np.inf
-        dtype = self.network.settings.dtype
-        eps = float(jnp.finfo(dtype).eps)
         for a, b in zip(value, self.value, strict=True):
-            if norm([a - b]) > (EXACT if self.network.exact else 1e3 * eps) * norm([b]) and not self._moves(a, b):
+            if norm([a - b]) > (EXACT if self.network.exact else 100 * self.network.eps) * norm([b]):
                 return "wrong", f"value or aux: {a.ravel()[:3]} instead of {b.ravel()[:3]}", norm([a - b]) / max(norm([b]), 1e-300)
         off = apart(gradients, self.truth)
         error = norm(off) / max(norm(self.truth), 1e-300)
         return (*(self._exact(off) if self.network.exact else self._rounded(off)), error)
-
-    def _moves(self, a, b):
-        return False
 
     def _exact(self, off):
         total = norm(self.truth)
@@ -225,38 +223,52 @@ class Reference:
 
 def judge(ref, name):
     """The outcome of one method on one network."""
-    network = ref.network
+    walked, describe = [0], plans.describe
+
+    def spied(*args, **kwargs):
+        plan = describe(*args, **kwargs)
+        walked.append(plan.walked)
+        return plan
+
+    with warnings.catch_warnings(), mock.patch.object(plans, "describe", spied):
+        warnings.simplefilter("ignore")
+        outcome = Outcome(name, *_judged(ref, name))
+    outcome.walked = walked[-1]
+    return outcome
+
+
+def _judged(ref, name):
+    """(verdict, detail, error)."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if name == "fused":
-                theirs, ours = fused(network, ref.args)
-                same = theirs[2] == ours[2] and all(a.shape == b.shape for a, b in zip(theirs[1], ours[1], strict=True))
-                a, b = numbers(ours[1]), numbers(theirs[1])
-                if not same:
-                    return Outcome(name, "crash", "other types or structure")
-                if not is_finite(b):
-                    return Outcome(name, "overflow")
-                error = norm(apart(a, b)) / max(norm(b), 1e-300)
-                limit = 1e-9 if network.exact else 1e3 * float(jnp.finfo(network.settings.dtype).eps)
-                if not is_finite(a):
-                    return Outcome(name, "loud", "NaN")
-                return Outcome(name, "right" if error <= limit else "wrong" if network.exact else "inexact", "parameters after a step", error)
-            found = found_by(name, network, ref.args)
+        if name == "fused":
+            return _after_a_step(ref)
+        found = found_by(name, ref.network, ref.args)
     except REFUSALS as error:
-        kind = "refused" if name in ("Reversible()", "PureForward()", "fused") else "crash"
-        return Outcome(name, kind, f"{type(error).__name__}: {error}"[:300])
+        refusing = name in ("Reversible()", "PureForward()", "fused")
+        return "refused" if refusing else "crash", f"{type(error).__name__}: {error}"[:300], 0.0
     except LOUD as error:
-        return Outcome(name, "loud" if ref.is_finite else "overflow", f"{type(error).__name__}: {error}"[:600])
+        return "loud" if ref.is_finite else "overflow", f"{type(error).__name__}: {error}"[:600], 0.0
     except Exception as error:
-        if isinstance(error, ValueError) and "too few for 2 segments" in str(error):
-            return Outcome(name, "refused", str(error))
-        if "moonwalk" in str(error)[:2000].lower() and "JaxRuntimeError" in type(error).__name__:
-            return Outcome(name, "loud" if ref.is_finite else "overflow", str(error)[:600])
-        return Outcome(name, "crash", f"{type(error).__name__}: {error}"[:300] + " @ " + place(error))
-    if not ref.is_finite:
-        return Outcome(name, "overflow")
-    return Outcome(name, *ref.compare(*found))
+        if "JaxRuntimeError" in type(error).__name__ and "value_and_grad" in str(error):  # raised by a compiled program
+            return "loud" if ref.is_finite else "overflow", str(error)[:600], 0.0
+        return "crash", f"{type(error).__name__}: {error}"[:300] + " @ " + place(error), 0.0
+    return ref.compare(*found) if ref.is_finite else ("overflow", "", 0.0)
+
+
+def _after_a_step(ref):
+    """Parameters after a fused step, beside those after a step with JAX's gradients."""
+    theirs, ours = fused(ref.network, ref.args)
+    if theirs[2] != ours[2] or [a.dtype for a in theirs[1]] != [a.dtype for a in ours[1]]:
+        return "crash", "other types or structure", 0.0
+    found, expected = numbers(ours[1]), numbers(theirs[1])
+    if not is_finite(expected):
+        return "overflow", "", 0.0
+    if not is_finite(found):
+        return "loud", "NaN", 0.0
+    error = norm(apart(found, expected)) / max(norm(expected), 1e-300)
+    if error <= (EXACT if ref.network.exact else 100 * ref.network.eps):
+        return "right", "", error
+    return "wrong" if ref.network.exact else "inexact", "parameters after a step", error
 
 
 def place(error):

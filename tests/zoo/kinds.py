@@ -17,7 +17,7 @@ from jax import lax
 
 import moonwalk as mw
 
-LARGEST = 1024  # entries of a state
+LARGEST = 2048  # entries of a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,8 @@ def kind(where=features, same=True, themes=(), often=1):
 def layer(g, x, *, same=False):
     """One layer, of a kind drawn among those that take the state."""
     theme = g.settings.theme
-    table = [k for k in KINDS.values() for _ in range(k.often * (6 if theme in k.themes else 1))]
+    favour = 25 if theme == "walked" else 6
+    table = [k for k in KINDS.values() for _ in range(k.often * (favour if theme in k.themes else 1))]
     nested = len(g.path) > 5
     at = len(g.root.lines)
     while True:
@@ -97,7 +98,7 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
-@kind(anything, themes=("jax.nn", "walked"), often=6)
+@kind(anything, themes="jax.nn", often=6)
 def activation(g, x):
     return g.choice(*ACTIVATIONS)(x)
 
@@ -128,7 +129,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@kind(anything, themes="walked", often=4)
+@kind(anything, often=4)
 def function(g, x):
     return FUNCTIONS[g.choice(*FUNCTIONS)](x)
 
@@ -195,7 +196,7 @@ def square_dense(g, x):
     return x @ g.weight(n, n) + (g.weight(n) if g.chance(0.5) else 0)
 
 
-@kind(features, themes="walked", often=4)
+@kind(features, themes="walked", often=6)
 def declared_dense(g, x):
     n = x.shape[-1]
     structure = g.choice("orthogonal", "orthogonal", "lower", "diagonal")
@@ -220,7 +221,7 @@ def bias(g, x):
     return x + g.weight(x.shape[-1])
 
 
-@kind(features, themes="walked", often=2)
+@kind(features, themes="walked")
 def scale(g, x):
     return x * g.choice(lambda a: 1 + 0.3 * jnp.tanh(a), jnp.exp, lambda a: a)(g.weight(x.shape[-1]))
 
@@ -337,7 +338,7 @@ NORMS = {
 }  # fmt: skip
 
 
-@kind(features, themes=("jax.nn", "walked"), often=4)
+@kind(features, themes="jax.nn", often=4)
 def along_features(g, x):
     return keep(g, x, NORMS[g.choice(*NORMS)](x))
 
@@ -741,7 +742,7 @@ def nn_activation(g, x):
 NESTING = ("nesting", "control")
 
 
-@kind(anything, themes=("nesting", "walked", "convolutions", "jax.nn"), often=3)
+@kind(anything, themes=("nesting", "convolutions", "jax.nn"), often=3)
 def residual(g, x):
     return x + g.choice(1, 0.5)* chain(g, x)
 
@@ -889,9 +890,9 @@ def experts(g, x):
 @kind(anything, themes="nesting", often=2)
 def half_precision(g, x):
     """A stretch in fewer bits (in the exact twin of the network: as it is)."""
-    g.root.is_narrow = True
     dtype = g.choice(jnp.bfloat16, jnp.bfloat16, jnp.float16, *([jnp.float32] if x.dtype == jnp.float64 else []))
     inside = g.child("inside")
+    g.root.narrow.add(np.dtype(dtype).name)
     if g.exact:
         return chain(inside, x)
     inside.compute = np.dtype(dtype).name

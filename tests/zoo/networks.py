@@ -39,8 +39,9 @@ class Network:
         self.other = array(rng, (s.shape[-1] if s.shape else 1,), "normal")
         g = Draw(s, drop=self.drop)
         jax.eval_shape(lambda x, y: self.run(g, x, y)[0], jnp.asarray(self.data, s.dtype), jnp.asarray(self.other, s.dtype))
-        self.weights, self.narrow, self.lines = g.weights, g.is_narrow, g.lines
-        self.exact = s.dtype == "float64" and not self.narrow  # else there is a twin in more bits
+        self.weights, self.lines = g.weights, g.lines
+        self.exact = not g.narrow and s.dtype == "float64"  # else there is a twin in more bits
+        self.eps = max(float(jnp.finfo(dtype).eps) for dtype in (s.dtype, *g.narrow))
 
     # -- arguments -------------------------------------------------------------------------------
     def args(self, dtype=None):

@@ -96,9 +96,11 @@ def summary(records, seconds):
     total = collections.Counter()
     for row in table.values():
         total.update(row)
-    lines = [f"{'':24}" + "".join(f"{v:>10}" for v in verdicts)]
+    walked = collections.Counter(o.method for r in records for o in r.outcomes if o.walked)
+    walked["all"] = sum(walked.values())
+    lines = [f"{'':24}" + "".join(f"{v:>10}" for v in (*verdicts, "walked"))]
     for name, row in [*sorted(table.items()), ("all", total)]:
-        lines.append(f"{name:24}" + "".join(f"{row[v]:>10}" for v in verdicts))
+        lines.append(f"{name:24}" + "".join(f"{n:>10}" for n in (*(row[v] for v in verdicts), walked[name])))
     skipped = sum(bool(r.skipped) for r in records)
     lines.append(
         f"{len(records)} networks ({skipped} that JAX itself cannot differentiate), {sum(total.values())} comparisons, "
