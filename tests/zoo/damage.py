@@ -53,7 +53,9 @@ def _heads(x, w, say):
 def _causal(x, w, say):
     """A convolution over the features of each row in sequences of 4, its pivot the last tap."""
     y = x.reshape(-1, 4, w.shape[-1])
-    return lax.conv_general_dilated(y, say(w), (1,), [(w.shape[0] - 1, 0)], dimension_numbers=("NWC", "WIO", "NWC")).reshape(x.shape)
+    return lax.conv_general_dilated(
+        y, say(w), (1,), [(w.shape[0] - 1, 0)], dimension_numbers=("NWC", "WIO", "NWC")
+    ).reshape(x.shape)
 
 
 def _kernel(make):
@@ -89,7 +91,11 @@ class Walked:
         self.depth = pick(2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
         self.scanned = self.depth > 12 or pick(True, False)
         self.biased = pick(True, False)
-        self.measured, self.certify, self.always = pick(True, False), pick(True, False), pick(True, False)
+        self.measured, self.certify, self.always = (
+            pick(True, False),
+            pick(True, False),
+            pick(True, False),
+        )
         make, shape, _, _ = PRODUCTS[self.product]
         self.w = make(generator(seed, "w"), (self.depth, *shape))
         self.b = 0.1 * rng.standard_normal((self.depth, 16))
@@ -101,7 +107,10 @@ class Walked:
         return f"walked {self.seed}: " + ", ".join(f"{n}={getattr(self, n)}" for n in names)
 
     def params(self, dtype="float32", w=None):
-        return jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float32), dtype), {"first": self.first, "w": self.w if w is None else w, "b": self.b})
+        return jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(a, np.float32), dtype),
+            {"first": self.first, "w": self.w if w is None else w, "b": self.b},
+        )
 
     def data(self, dtype="float32"):
         return jnp.asarray(np.asarray(self.x, np.float32), dtype)
@@ -109,7 +118,11 @@ class Walked:
     def loss(self, params, x):
         _, _, product, structure = PRODUCTS[self.product]
         act = ACTIVATIONS[self.activation]
-        say = (lambda w: w) if params["w"].dtype == jnp.bfloat16 and structure == "orthogonal" else (lambda w: mw.declare(w, structure))
+        say = (
+            (lambda w: w)
+            if params["w"].dtype == jnp.bfloat16 and structure == "orthogonal"
+            else (lambda w: mw.declare(w, structure))
+        )
 
         def layer(x, p):
             y = act(product(x, p[0], say))
@@ -130,11 +143,17 @@ class Walked:
         if self.measured:
             method = mw.plan(loss, self.params(dtype), self.data(dtype), method=method)
         fun = mw.value_and_grad(loss, method=method, certify=self.certify)
-        closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)[1]))(self.params(dtype), self.data(dtype))
-        return lambda params, x, **options: interpreter.evaluate(closed, jax.tree.leaves((params, x)), **options)
+        closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)[1]))(
+            self.params(dtype), self.data(dtype)
+        )
+        return lambda params, x, **options: interpreter.evaluate(
+            closed, jax.tree.leaves((params, x)), **options
+        )
 
     def backprop(self, dtype, **options):
-        closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.grad(self.loss)(*args)))(self.params(dtype), self.data(dtype))
+        closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.grad(self.loss)(*args)))(
+            self.params(dtype), self.data(dtype)
+        )
         return lambda params, x: interpreter.evaluate(closed, jax.tree.leaves((params, x)), **options)
 
     def damaged(self, how):
@@ -148,12 +167,26 @@ class Walked:
         if how == "drift":
             step = 10.0 ** -rng.integers(1, 5)
             moved = one[k] + step * rng.choice([-1, 1], one[k].shape)
-            one[k] = np.tril(moved) if structure == "lower" else np.diag(np.diag(moved)) if structure == "diagonal" else moved
+            one[k] = (
+                np.tril(moved)
+                if structure == "lower"
+                else np.diag(np.diag(moved))
+                if structure == "diagonal"
+                else moved
+            )
         elif how == "falsified":
             size = 10.0 ** -rng.integers(0, 5)
-            one[k] = one[k] * (1 + size) if structure == "orthogonal" and rng.random() < 0.5 else one[k] + size * rng.standard_normal(one[k].shape)
+            one[k] = (
+                one[k] * (1 + size)
+                if structure == "orthogonal" and rng.random() < 0.5
+                else one[k] + size * rng.standard_normal(one[k].shape)
+            )
         elif how == "nan":
-            one[k].reshape(-1)[rng.integers(one[k].size) // (17 if one[k].shape[-1] == 16 else 5) * (17 if one[k].shape[-1] == 16 else 5)] = np.nan
+            one[k].reshape(-1)[
+                rng.integers(one[k].size)
+                // (17 if one[k].shape[-1] == 16 else 5)
+                * (17 if one[k].shape[-1] == 16 else 5)
+            ] = np.nan
         elif rng.random() < 0.5:
             one[k] = 0
         else:
@@ -196,7 +229,15 @@ def examine_damage(network, damages=DAMAGES):
             results.append(Result(network.seed, how, "loud", detail=said[:300]))
             continue
         if not is_finite(truth):
-            results.append(Result(network.seed, how, "silent", np.inf, detail="JAX's gradients are not finite, these are"))
+            results.append(
+                Result(
+                    network.seed,
+                    how,
+                    "silent",
+                    np.inf,
+                    detail="JAX's gradients are not finite, these are",
+                )
+            )
             continue
         off, base = (norm(apart(a, truth)) / norm(truth) for a in (found, theirs))
         silent = off > max(10 * base, TOLERANCE)
@@ -219,13 +260,17 @@ def examine_health(network, precision):
     theirs = numbers(network.backprop(dtype, **options)(network.params(dtype), network.data(dtype)))
     off, base = (norm(apart(a, truth)) / norm(truth) for a in (found, theirs))
     limit = TOLERANCE if precision == "float32" else 1e-2
-    return Result(network.seed, precision, "silent" if off > max(10 * base, limit) else "right", off, base)
+    return Result(
+        network.seed, precision, "silent" if off > max(10 * base, limit) else "right", off, base
+    )
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser("zoo.damage", description=__doc__)
     parser.add_argument("--seeds", default="0:200")
-    parser.add_argument("--health", action="store_true", help="healthy runs, for false alarms, instead of damaged ones")
+    parser.add_argument(
+        "--health", action="store_true", help="healthy runs, for false alarms, instead of damaged ones"
+    )
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of processor time")
     parser.add_argument("--out")
     options = parser.parse_args(argv)
@@ -235,13 +280,20 @@ def main(argv=None):
             break
         network = Walked(seed)
         try:
-            new = [examine_health(network, PRECISIONS[seed % 3])] if options.health else examine_damage(network)
+            new = (
+                [examine_health(network, PRECISIONS[seed % 3])]
+                if options.health
+                else examine_damage(network)
+            )
         except Exception as error:
             new = [Result(seed, "any", "crash", detail=f"{type(error).__name__}: {error}"[:300])]
         for r in new:
             counts[r.case][r.verdict] += 1
             if r.verdict in ("silent", "crash", "false alarm"):
-                print(f"{network}\n  {r.verdict.upper()} {r.case}: error {r.error:.1e}, backprop's {r.backprop:.1e} {r.detail}", flush=True)
+                print(
+                    f"{network}\n  {r.verdict.upper()} {r.case}: error {r.error:.1e}, backprop's {r.backprop:.1e} {r.detail}",
+                    flush=True,
+                )
         results += new
     for case, row in counts.items():
         print(f"{case:12}", dict(row))

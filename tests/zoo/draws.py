@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 
-
 def generator(*seed):
     """A NumPy generator for this seed and place."""
     return np.random.default_rng([zlib.crc32(str(s).encode()) for s in seed])
@@ -30,7 +29,9 @@ class Settings:
                           (2, 6, 6, 4), (2, 4, 4, 4), (8,), (6,), (0, 8), ())  # fmt: skip
         self.data = pick("normal", "normal", "normal", "integers", "ties", "zeros", "sparse", "range")
         small = self.dtype in ("bfloat16", "float16")
-        scale = lambda: 1.0 if small or rng.random() < 0.8 else 10.0 ** pick(-30, -12, -6, -3, 3, 6, 12, 30)
+        scale = lambda: (
+            1.0 if small or rng.random() < 0.8 else 10.0 ** pick(-30, -12, -6, -3, 3, 6, 12, 30)
+        )
         self.data_scale, self.weight_scale, self.loss_scale = scale(), scale(), scale()
         self.weights = pick("normal", "normal", "normal", "normal", "integers", "zeros")
         self.depth = pick(1, 1, 2, 2, 2, 3, 3, 4, 5, 8)
@@ -38,12 +39,12 @@ class Settings:
         self.theme = pick(*["any"] * 5, *["walked"] * 7, "jax.nn", "convolutions", "control", "custom")
         if self.theme == "walked" and rng.random() < 0.8:  # large enough for walks to pay
             self.shape = pick((16, 8), (32, 4), (64, 8), (16, 8, 4), (8, 6, 6, 4))
-            self.depth = pick(3, 4, 5, 6, 8)
+            self.depth = pick(3, 3, 4, 5, 6)
         self.inputs = pick("params", "params", "params", "params and data", "data as input", "two trees")
         self.has_aux = rng.random() < 0.35
         self.python_scalar = rng.random() < 0.15
-        self.eager = rng.random() < 0.08
-        self.compiled = rng.random() < 0.03
+        self.eager = rng.random() < 0.03
+        self.compiled = rng.random() < 0.02
 
 
 def array(rng, shape, kind, scale=1.0):
@@ -96,7 +97,14 @@ class Draw:
         self.rng = generator(settings.seed, *path)
         self.count, self.notes = 0, []
         if parent is None:
-            self.kept, self.places, self.states, self.aux, self.lines, self.narrow = {}, {}, [], {}, [], set()
+            self.kept, self.places, self.states, self.aux, self.lines, self.narrow = (
+                {},
+                {},
+                [],
+                {},
+                [],
+                set(),
+            )
 
     @property
     def dtype(self):
@@ -130,7 +138,9 @@ class Draw:
             known = self.root.kept.setdefault(sort, [])
             own = self._name()
             tied = known and self.rng.random() < self.settings.tied
-            self.root.places[place] = (known[self.rng.integers(len(known))], True) if tied else (own, False)
+            self.root.places[place] = (
+                (known[self.rng.integers(len(known))], True) if tied else (own, False)
+            )
             if not tied and self.weights is self.root.weights:
                 known.append(own)
         name, tied = self.root.places[place]

@@ -103,21 +103,30 @@ def rounding(eqn, fun):
         return fun
     precision = eqn.params["precision"]
     chosen = precision if isinstance(precision, tuple) else (precision,)
-    if eqn.outvars[0].aval.dtype != np.float32 or not all(p in (None, jax.lax.Precision.DEFAULT) for p in chosen):
+    if eqn.outvars[0].aval.dtype != np.float32 or not all(
+        p in (None, jax.lax.Precision.DEFAULT) for p in chosen
+    ):
         return fun
     return lambda *args: fun(*(to_ten_bits(a) for a in args))
 
 
 def to_ten_bits(a):
     bits = np.asarray(a, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x0FFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)).view(np.float32)
+    return (
+        (bits + np.uint32(0x0FFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    ).view(np.float32)
 
 
 def by_jax(eqn):
     """The primitive, bound eagerly: JAX compiles it once for every shape."""
 
     def run(*args):
-        return [value(a) for a in compat.bind(eqn, [jnp.asarray(a) if isinstance(a, np.ndarray | np.generic) else a for a in args])]
+        return [
+            value(a)
+            for a in compat.bind(
+                eqn, [jnp.asarray(a) if isinstance(a, np.ndarray | np.generic) else a for a in args]
+            )
+        ]
 
     return run
 
@@ -215,7 +224,9 @@ def with_params(fun, wide=False):
     def make(eqn):
         dtype, params = eqn.outvars[0].aval.dtype, eqn.params
         if wide and dtype in HALF:
-            return lambda *args: [np.asarray(fun(params, *(np.asarray(a, np.float32) for a in args)), dtype)]
+            return lambda *args: [
+                np.asarray(fun(params, *(np.asarray(a, np.float32) for a in args)), dtype)
+            ]
         return lambda *args: [np.asarray(fun(params, *args), dtype)]
 
     return make
@@ -229,7 +240,9 @@ def for_floats(make):
 def convert(eqn):
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     exact = jnp.issubdtype(new, jnp.inexact) or new == np.bool_ or not jnp.issubdtype(old, jnp.inexact)
-    if not exact or (jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating)):
+    if not exact or (
+        jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating)
+    ):
         return None  # XLA saturates, and drops imaginary parts
     if new == np.bool_:
         return lambda a: [np.asarray(a != 0)]
@@ -251,7 +264,9 @@ def dot_general(eqn):
     wide = np.float32 if dtype in HALF else dtype
     if not batch_l:  # a product of matrices: `tensordot` is the fastest
         axes = (contract_l, contract_r)
-        return lambda a, b: [np.asarray(np.tensordot(np.asarray(a, wide), np.asarray(b, wide), axes), dtype)]
+        return lambda a, b: [
+            np.asarray(np.tensordot(np.asarray(a, wide), np.asarray(b, wide), axes), dtype)
+        ]
     if left.ndim == 3 == right.ndim and len(batch_l) == 1 and len(contract_l) == 1:
         order_l = (batch_l[0], 3 - batch_l[0] - contract_l[0], contract_l[0])
         order_r = (batch_r[0], contract_r[0], 3 - batch_r[0] - contract_r[0])
@@ -332,7 +347,9 @@ def pad(eqn):
     dtype = eqn.outvars[0].aval.dtype
 
     def run(a, fill):
-        out = np.full([n + low + high for n, (low, high) in zip(a.shape, widths, strict=True)], fill, dtype)
+        out = np.full(
+            [n + low + high for n, (low, high) in zip(a.shape, widths, strict=True)], fill, dtype
+        )
         out[tuple(slice(low, low + n) for n, (low, _) in zip(a.shape, widths, strict=True))] = a
         return [out]
 

@@ -57,15 +57,17 @@ class Outcome:
 
 
 def methods_for(network):
-    """The default, and two others that the seed picks; eagerly, or compiled, for some."""
+    """The default, and one or two others that the seed picks; for some eagerly, or compiled."""
     rng = np.random.default_rng(zlib.crc32(b"methods%d" % network.seed))
     names = [n for n, (_, often) in METHODS.items() for _ in range(often)]
-    picked = [DEFAULT, *dict.fromkeys(names[i] for i in rng.permutation(len(names))[:2])]
+    picked = dict.fromkeys(
+        [DEFAULT, *(names[i] for i in rng.permutation(len(names))[: 1 + rng.integers(2)])]
+    )
     if network.settings.eager:
-        picked[1] = ["eager", "measured"][rng.integers(2)]
+        picked["eager"] = None
     if network.settings.compiled:
-        picked.append("jit")
-    return picked
+        picked["jit"] = None
+    return list(picked)
 
 
 # --- running ----------------------------------------------------------------------------------------
@@ -107,7 +109,11 @@ def found_by(name, network, args):
         out = pair(*args)
         return arrays(out[0]), arrays(out[1]), jax.tree.structure(out)
     if name == "jit":
-        tree = jax.tree.structure(jax.eval_shape(lambda *a: jax.tree.map(lambda x: 0 if isinstance(x, str) else x, pair(*a)), *args))
+        tree = jax.tree.structure(
+            jax.eval_shape(
+                lambda *a: jax.tree.map(lambda x: 0 if isinstance(x, str) else x, pair(*a)), *args
+            )
+        )
         out = jax.jit(lambda *a: tuple(map(arrays, pair(*a))))(*args)
         return *out, tree
     return traced(pair, args)
@@ -137,7 +143,11 @@ def fused(network, args):
 
 def numbers(leaves):
     with np.errstate(all="ignore"):
-        return [np.asarray(a).astype(np.float64) for a in leaves if not jnp.issubdtype(a.dtype, jax.dtypes.extended)]
+        return [
+            np.asarray(a).astype(np.float64)
+            for a in leaves
+            if not jnp.issubdtype(a.dtype, jax.dtypes.extended)
+        ]
 
 
 def norm(leaves):
@@ -187,7 +197,11 @@ class Reference:
             return "loud", "NaN or infinite gradients", np.inf
         for a, b in zip(value, self.value, strict=True):
             if norm([a - b]) > (EXACT if self.network.exact else 100 * self.network.eps) * norm([b]):
-                return "wrong", f"value or aux: {a.ravel()[:3]} instead of {b.ravel()[:3]}", norm([a - b]) / max(norm([b]), 1e-300)
+                return (
+                    "wrong",
+                    f"value or aux: {a.ravel()[:3]} instead of {b.ravel()[:3]}",
+                    norm([a - b]) / max(norm([b]), 1e-300),
+                )
         off = apart(gradients, self.truth)
         error = norm(off) / max(norm(self.truth), 1e-300)
         return (*(self._exact(off) if self.network.exact else self._rounded(off)), error)
@@ -208,11 +222,18 @@ class Reference:
         total, eps = norm(self.truth), float(jnp.finfo(self.network.settings.dtype).eps)
         theirs = apart(self.own, self.truth)
         share = norm(theirs) / max(total, 1e-300)
-        allowed = [max(10 * norm([t]), 10 * max(share, 4 * eps) * max(norm([b]), 1e-3 * total)) for t, b in zip(theirs, self.truth, strict=True)]
-        if norm(off) <= 10 * max(norm(theirs), 4 * eps * total) and all(norm([d]) <= e for d, e in zip(off, allowed, strict=True)):
+        allowed = [
+            max(10 * norm([t]), 10 * max(share, 4 * eps) * max(norm([b]), 1e-3 * total))
+            for t, b in zip(theirs, self.truth, strict=True)
+        ]
+        if norm(off) <= 10 * max(norm(theirs), 4 * eps * total) and all(
+            norm([d]) <= e for d, e in zip(off, allowed, strict=True)
+        ):
             return "right", ""
         near = norm(off) <= TOLERANCE[self.network.settings.dtype] * total
-        return "inexact" if near else "wrong", f"backprop's own error {share:.1e}; " + self._worst(off, self.truth)
+        return "inexact" if near else "wrong", f"backprop's own error {share:.1e}; " + self._worst(
+            off, self.truth
+        )
 
     def _worst(self, off, truth):
         ratios = [norm([d]) / max(norm([b]), 1e-300) for d, b in zip(off, truth, strict=True)]
@@ -249,7 +270,9 @@ def _judged(ref, name):
     except LOUD as error:
         return "loud" if ref.is_finite else "overflow", f"{type(error).__name__}: {error}"[:600], 0.0
     except Exception as error:
-        if "JaxRuntimeError" in type(error).__name__ and "value_and_grad" in str(error):  # raised by a compiled program
+        if "JaxRuntimeError" in type(error).__name__ and "value_and_grad" in str(
+            error
+        ):  # raised by a compiled program
             return "loud" if ref.is_finite else "overflow", str(error)[:600], 0.0
         return "crash", f"{type(error).__name__}: {error}"[:300] + " @ " + place(error), 0.0
     return ref.compare(*found) if ref.is_finite else ("overflow", "", 0.0)

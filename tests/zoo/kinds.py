@@ -47,7 +47,9 @@ def kind(where=features, same=True, themes=(), often=1):
     def register(run):
         name = run.__name__
         assert name not in KINDS, name
-        KINDS[name] = Kind(name, run, where, same, tuple(themes) if not isinstance(themes, str) else (themes,), often)
+        KINDS[name] = Kind(
+            name, run, where, same, tuple(themes) if not isinstance(themes, str) else (themes,), often
+        )
         return run
 
     return register
@@ -140,7 +142,11 @@ def pieces(g, x):
     y = x
     for _ in range(g.choice(1, 2, 3)):
         t, a = g.choice(-1.5, -1, 0, 0.0, 1, 1.5, 50, 51.5), g.choice(-0.4, 0.3, 0.5, 2.0)
-        y = y + a * g.choice(lambda x, t: jnp.where(x > t, x - t, 0), lambda x, t: jnp.where(x >= t, x - t, 0), lambda x, t: jnp.maximum(x - t, 0))(x, t)
+        y = y + a * g.choice(
+            lambda x, t: jnp.where(x > t, x - t, 0),
+            lambda x, t: jnp.where(x >= t, x - t, 0),
+            lambda x, t: jnp.maximum(x - t, 0),
+        )(x, t)
     return y
 
 
@@ -157,7 +163,11 @@ def numbers(g, x):
 @kind(anything)
 def huge_and_back(g, x):
     """Cotangents leave the usual range and come back."""
-    a = g.choice(1e-30, 1e-12, 1e12, 1e30) if x.dtype in (jnp.float64, jnp.float32) else g.choice(1e-3, 1e3)
+    a = (
+        g.choice(1e-30, 1e-12, 1e12, 1e30)
+        if x.dtype in (jnp.float64, jnp.float32)
+        else g.choice(1e-3, 1e3)
+    )
     return keep(g, x, chain(g, x * jnp.asarray(a, x.dtype)) / jnp.asarray(a, x.dtype))
 
 
@@ -179,7 +189,15 @@ def stopped(g, x):
     if how == "barrier":
         return lax.optimization_barrier(x)
     held = lax.stop_gradient(x)
-    return x * jnp.tanh(held) if how == "scale" else x + held if how == "add" else x - held.mean() if x.size else x
+    return (
+        x * jnp.tanh(held)
+        if how == "scale"
+        else x + held
+        if how == "add"
+        else x - held.mean()
+        if x.size
+        else x
+    )
 
 
 # --- weights ----------------------------------------------------------------------------------------
@@ -241,7 +259,9 @@ def unused_weight(g, x):
 def same_weight_twice(g, x):
     n = x.shape[-1]
     w = g.weight(n, n)
-    return g.choice(jax.nn.elu, jnp.tanh, jnp.abs, jax.nn.selu)(x @ w) @ g.choice(lambda w: w, jnp.transpose)(w)
+    return g.choice(jax.nn.elu, jnp.tanh, jnp.abs, jax.nn.selu)(x @ w) @ g.choice(
+        lambda w: w, jnp.transpose
+    )(w)
 
 
 @kind(features)
@@ -287,7 +307,11 @@ def embedding(g, x):
     """Rows of a table, picked by integers, added; the table may be tied elsewhere."""
     table = g.weight(8, x.shape[-1])
     ids = g.integers(8, *x.shape[:-1])
-    return x + g.choice(lambda t: t[ids], lambda t: jnp.take(t, ids, axis=0), lambda t: jax.nn.one_hot(ids, 8, dtype=t.dtype) @ t)(table)
+    return x + g.choice(
+        lambda t: t[ids],
+        lambda t: jnp.take(t, ids, axis=0),
+        lambda t: jax.nn.one_hot(ids, 8, dtype=t.dtype) @ t,
+    )(table)
 
 
 @kind(features, same=False)
@@ -345,7 +369,9 @@ def along_features(g, x):
 
 @kind(features, often=2)
 def layer_norm(g, x):
-    return jax.nn.standardize(x, epsilon=1e-5) * (1 + 0.1 * g.weight(x.shape[-1])) + g.weight(x.shape[-1])
+    return jax.nn.standardize(x, epsilon=1e-5) * (1 + 0.1 * g.weight(x.shape[-1])) + g.weight(
+        x.shape[-1]
+    )
 
 
 @kind(rows, often=2, themes="convolutions")
@@ -355,7 +381,9 @@ def batch_norm(g, x):
     mean, var = x.mean(axes), x.var(axes)
     if not g.compute and len(g.path) == 1:
         g.root.aux[f"statistics {g.path}"] = (mean, var)
-    return (x - mean) * lax.rsqrt(var + 1e-3) * g.weight(x.shape[-1], kind="positive") + g.weight(x.shape[-1])
+    return (x - mean) * lax.rsqrt(var + 1e-3) * g.weight(x.shape[-1], kind="positive") + g.weight(
+        x.shape[-1]
+    )
 
 
 @kind(rows)
@@ -369,7 +397,11 @@ def max_min(g, x):
     how = g.choice("max", "where", "sort")
     if how == "sort":
         return jnp.sort(x.reshape(*x.shape[:-1], -1, 2), -1).reshape(x.shape)
-    first, second = (jnp.maximum(a, b), jnp.minimum(a, b)) if how == "max" else (jnp.where(a > b, a, b), jnp.where(a > b, b, a))
+    first, second = (
+        (jnp.maximum(a, b), jnp.minimum(a, b))
+        if how == "max"
+        else (jnp.where(a > b, a, b), jnp.where(a > b, b, a))
+    )
     return jnp.concatenate([first, second], -1)
 
 
@@ -377,13 +409,19 @@ def max_min(g, x):
 def rotation(g, x):
     a, b = jnp.split(x, 2, -1)
     angle = g.weight(x.shape[-1] // 2)
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1
+    )
 
 
 @kind(pairs, same=False, themes="jax.nn")
 def gate(g, x):
     a, b = jnp.split(x, 2, -1)
-    return g.choice(lambda a, b: jax.nn.glu(jnp.concatenate([a, b], -1)), lambda a, b: jax.nn.silu(a) * b, lambda a, b: a * b)(a, b)
+    return g.choice(
+        lambda a, b: jax.nn.glu(jnp.concatenate([a, b], -1)),
+        lambda a, b: jax.nn.silu(a) * b,
+        lambda a, b: a * b,
+    )(a, b)
 
 
 @kind(pairs, themes=("walked", "custom"), often=2)
@@ -402,7 +440,11 @@ def coupling(g, x):
 @kind(features, themes="walked")
 def permutation(g, x):
     order = generator_order(g, x.shape[-1])
-    return g.choice(lambda x: x[..., order], lambda x: jnp.take(x, order, -1), lambda x: jnp.zeros_like(x).at[..., order].set(x))(x)
+    return g.choice(
+        lambda x: x[..., order],
+        lambda x: jnp.take(x, order, -1),
+        lambda x: jnp.zeros_like(x).at[..., order].set(x),
+    )(x)
 
 
 def generator_order(g, n):
@@ -440,7 +482,11 @@ def segments(g, x):
 @kind(features)
 def padded(g, x):
     zero = jnp.zeros((), x.dtype)
-    wide = lax.pad(x, g.choice(lambda: zero, lambda: g.weight())(), [(0, 0, 0)] * (x.ndim - 1) + [g.choice((1, 1, 0), (0, 2, 0), (1, 0, 1), (2, 0, 0))])
+    wide = lax.pad(
+        x,
+        g.choice(lambda: zero, lambda: g.weight())(),
+        [(0, 0, 0)] * (x.ndim - 1) + [g.choice((1, 1, 0), (0, 2, 0), (1, 0, 1), (2, 0, 0))],
+    )
     return wide[..., : x.shape[-1]]
 
 
@@ -451,7 +497,14 @@ def empty_parts(g, x):
 
 @kind(nonempty)
 def through_a_scalar(g, x):
-    s = g.choice(jnp.mean, jnp.max, jnp.sum, lambda x: x.reshape(-1)[0], lambda x: jax.nn.logsumexp(x), lambda x: jnp.sqrt(jnp.sum(x * x) + 1))(x)
+    s = g.choice(
+        jnp.mean,
+        jnp.max,
+        jnp.sum,
+        lambda x: x.reshape(-1)[0],
+        lambda x: jax.nn.logsumexp(x),
+        lambda x: jnp.sqrt(jnp.sum(x * x) + 1),
+    )(x)
     return x + 0.1 * jnp.tanh(s) * g.weight()
 
 
@@ -467,12 +520,20 @@ def from_a_scalar(g, x):
 
 @kind(rows, same=False)
 def reshaped(g, x):
-    return g.choice(lambda x: x.reshape(x.shape[0], -1), lambda x: x.reshape(-1, x.shape[-1]), lambda x: jnp.swapaxes(x, 0, -1), lambda x: x[..., 0], lambda x: x[: x.shape[0] // 2 + 1])(x)
+    return g.choice(
+        lambda x: x.reshape(x.shape[0], -1),
+        lambda x: x.reshape(-1, x.shape[-1]),
+        lambda x: jnp.swapaxes(x, 0, -1),
+        lambda x: x[..., 0],
+        lambda x: x[: x.shape[0] // 2 + 1],
+    )(x)
 
 
 @kind(lambda x: x.ndim == 2 and small(x), same=False)
 def to_a_sequence(g, x):
-    return jnp.stack([x, g.choice(jnp.tanh, jnp.abs, lambda x: x)(x)], 1) if g.chance(0.7) else x[:, None]
+    return (
+        jnp.stack([x, g.choice(jnp.tanh, jnp.abs, lambda x: x)(x)], 1) if g.chance(0.7) else x[:, None]
+    )
 
 
 @kind(lambda x: x.ndim == 3, same=False)
@@ -482,7 +543,12 @@ def to_an_image(g, x):
 
 @kind(small, same=False)
 def wider(g, x):
-    return g.choice(lambda x: jnp.concatenate([x, x], -1), lambda x: jnp.repeat(x, 2, -1), lambda x: jnp.concatenate([x, jnp.sin(x)], -1), lambda x: jnp.tile(x, 2))(x)
+    return g.choice(
+        lambda x: jnp.concatenate([x, x], -1),
+        lambda x: jnp.repeat(x, 2, -1),
+        lambda x: jnp.concatenate([x, jnp.sin(x)], -1),
+        lambda x: jnp.tile(x, 2),
+    )(x)
 
 
 @kind(lambda x: pairs(x) and x.shape[-1] > 4, same=False)
@@ -516,7 +582,15 @@ def fourier(g, x):
 def conv(x, w, strides, padding, groups=1, dilation=1):
     d = x.ndim - 2
     numbers = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[d]
-    return lax.conv_general_dilated(x, w, (strides,) * d, padding, feature_group_count=groups, rhs_dilation=(dilation,) * d, dimension_numbers=numbers)
+    return lax.conv_general_dilated(
+        x,
+        w,
+        (strides,) * d,
+        padding,
+        feature_group_count=groups,
+        rhs_dilation=(dilation,) * d,
+        dimension_numbers=numbers,
+    )
 
 
 spatial = lambda x: (sequence(x) or image(x)) and nonempty(x)
@@ -528,7 +602,9 @@ def convolution(g, x):
     groups = g.choice(1, 1, 2, m) if m % 2 == 0 else 1
     taps, stride, dilation = g.choice(1, 2, 3), g.choice(1, 1, 2), g.choice(1, 1, 1, 2)
     padding = g.choice("SAME", "VALID", "lemma", "causal")
-    padding = {"lemma": [(stride - 1, 0)] * d, "causal": [(dilation * (taps - 1), 0)] * d}.get(padding, padding)
+    padding = {"lemma": [(stride - 1, 0)] * d, "causal": [(dilation * (taps - 1), 0)] * d}.get(
+        padding, padding
+    )
     if padding == "VALID" and dilation * (taps - 1) + 1 > min(x.shape[1:-1]):
         padding = "SAME"
     out = m * g.choice(1, 1, 2) if x.size * 2 <= LARGEST else m
@@ -558,7 +634,13 @@ def transposed_convolution(g, x):
     d, m = x.ndim - 2, x.shape[-1]
     if x.size * 2**d > LARGEST:
         return x
-    return lax.conv_transpose(x, g.weight(*(2,) * d, m, m), (2,) * d, g.choice("SAME", "VALID"), dimension_numbers={1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[d])
+    return lax.conv_transpose(
+        x,
+        g.weight(*(2,) * d, m, m),
+        (2,) * d,
+        g.choice("SAME", "VALID"),
+        dimension_numbers={1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[d],
+    )
 
 
 @kind(spatial, same=False, themes="convolutions", often=2)
@@ -570,7 +652,9 @@ def pooling(g, x):
     return lax.reduce_window(x, np.asarray(0, x.dtype), lax.add, window, strides, "SAME") / 2**d
 
 
-@kind(lambda x: spatial(x) and all(n % 2 == 0 for n in x.shape[1:-1]), themes=("convolutions", "nesting"))
+@kind(
+    lambda x: spatial(x) and all(n % 2 == 0 for n in x.shape[1:-1]), themes=("convolutions", "nesting")
+)
 def u_shape(g, x):
     """Down, through some layers, up again, and beside what was there before."""
     d, n = x.ndim - 2, x.shape[1:-1]
@@ -593,7 +677,9 @@ def attention(g, x):
         return jnp.einsum("nik,njk,njv->niv", jax.nn.elu(q) + 1, jax.nn.elu(k) + 1, v) / x.shape[1]
     scores = jnp.einsum("nik,njk->nij", q, k) / 2
     if how == "causal":
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e4 if x.dtype == jnp.float16 else -1e9)
+        scores = jnp.where(
+            jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e4 if x.dtype == jnp.float16 else -1e9
+        )
     return x + jax.nn.softmax(scores) @ v
 
 
@@ -639,7 +725,12 @@ def own_slope(x):
     return jnp.maximum(x, 0)
 
 
-own_slope.defjvp(lambda primals, tangents: (own_slope(*primals), jnp.where(primals[0] > 0, 1.0, 0.25).astype(primals[0].dtype) * tangents[0]))
+own_slope.defjvp(
+    lambda primals, tangents: (
+        own_slope(*primals),
+        jnp.where(primals[0] > 0, 1.0, 0.25).astype(primals[0].dtype) * tangents[0],
+    )
+)
 
 
 @jax.custom_jvp
@@ -658,7 +749,13 @@ def remembering(x, w):
     return x @ w
 
 
-remembering.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, h: (h @ kept[1].T, jnp.clip(jnp.tensordot(kept[0], h, [tuple(range(h.ndim - 1))] * 2), -1, 1)))
+remembering.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, h: (
+        h @ kept[1].T,
+        jnp.clip(jnp.tensordot(kept[0], h, [tuple(range(h.ndim - 1))] * 2), -1, 1),
+    ),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -675,13 +772,19 @@ def custom_with_residuals(g, x):
     how = g.choice("own_slope", "smooth", "remembering", "powered")
     if how == "smooth":
         return smooth(x, jnp.broadcast_to(g.weight(n), x.shape))
-    return {"own_slope": own_slope, "powered": lambda x: powered(x, 2)}[how](x) if how != "remembering" else remembering(x, g.weight(n, n))
+    return (
+        {"own_slope": own_slope, "powered": lambda x: powered(x, 2)}[how](x)
+        if how != "remembering"
+        else remembering(x, g.weight(n, n))
+    )
 
 
 @mw.custom_vijp
 def turn(x, angle):
     a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([jnp.cos(angle) * a - jnp.sin(angle) * b, jnp.sin(angle) * a + jnp.cos(angle) * b], -1)
+    return jnp.concatenate(
+        [jnp.cos(angle) * a - jnp.sin(angle) * b, jnp.sin(angle) * a + jnp.cos(angle) * b], -1
+    )
 
 
 turn.defvijp(lambda primals, h: turn(h, primals[1]))
@@ -692,7 +795,10 @@ def with_sum(x):
     return jnp.concatenate([x, x.sum(-1, keepdims=True)], -1)
 
 
-with_sum.deffragment(lambda primals, h_out: h_out[..., -1:], lambda primals, last, h: jnp.concatenate([h - last, last], -1))
+with_sum.deffragment(
+    lambda primals, h_out: h_out[..., -1:],
+    lambda primals, last, h: jnp.concatenate([h - last, last], -1),
+)
 
 
 @kind(pairs, themes=("custom", "walked"), often=2)
@@ -710,7 +816,14 @@ def custom_vijp(g, x):
 def module(g, make):
     """A module of `moonwalk.nn`, its raw arrays wherever an optimizer might have moved them."""
     shapes = eqx.filter_eval_shape(make)
-    return jax.tree.map(lambda a: g.weight(*a.shape, scale=0.5) if eqx.is_array(a) or isinstance(a, jax.ShapeDtypeStruct) else a, shapes)
+    return jax.tree.map(
+        lambda a: (
+            g.weight(*a.shape, scale=0.5)
+            if eqx.is_array(a) or isinstance(a, jax.ShapeDtypeStruct)
+            else a
+        ),
+        shapes,
+    )
 
 
 moderate = lambda x: x.dtype in (jnp.float32, jnp.float64)
@@ -726,9 +839,17 @@ def nn_linear(g, x):
 def nn_convolution(g, x):
     n, key = x.shape[-1], jax.random.key(0)
     if x.ndim == 3:
-        make = g.choice(lambda: mw.nn.Conv1d(n, n, 3, 2, 1, key=key), lambda: mw.nn.CausalConv1d(n, n, 2, key=key), lambda: mw.nn.OrthogonalConv1d(n, n, 3, key=key))
+        make = g.choice(
+            lambda: mw.nn.Conv1d(n, n, 3, 2, 1, key=key),
+            lambda: mw.nn.CausalConv1d(n, n, 2, key=key),
+            lambda: mw.nn.OrthogonalConv1d(n, n, 3, key=key),
+        )
     else:
-        make = g.choice(lambda: mw.nn.Conv2d(n, n, 3, 2, 1, key=key), lambda: mw.nn.Conv2d(n, n, 3, 2, 1, groups=2 - n % 2, key=key), lambda: mw.nn.OrthogonalConv2d(n, n, 2, key=key))
+        make = g.choice(
+            lambda: mw.nn.Conv2d(n, n, 3, 2, 1, key=key),
+            lambda: mw.nn.Conv2d(n, n, 3, 2, 1, groups=2 - n % 2, key=key),
+            lambda: mw.nn.OrthogonalConv2d(n, n, 2, key=key),
+        )
     return module(g, make)(x)
 
 
@@ -744,7 +865,7 @@ NESTING = ("nesting", "control")
 
 @kind(anything, themes=("nesting", "convolutions", "jax.nn"), often=3)
 def residual(g, x):
-    return x + g.choice(1, 0.5)* chain(g, x)
+    return x + g.choice(1, 0.5) * chain(g, x)
 
 
 @kind(anything, themes="nesting", often=2)
@@ -819,9 +940,14 @@ def scanned(g, x, length, *, reverse=False, outputs=False, counter=False, key=Fa
 @kind(anything, themes=("nesting", "control", "walked"), often=4)
 def scan(g, x):
     length = g.choice(0, 1, 2, 3, 5, 9) if len(g.path) > 2 else g.choice(1, 2, 3, 5, 8, 13, 30)
-    options = {name: g.chance(p) for name, p in (("reverse", 0.3), ("outputs", 0.3), ("counter", 0.2), ("key", 0.1))}
+    options = {
+        name: g.chance(p)
+        for name, p in (("reverse", 0.3), ("outputs", 0.3), ("counter", 0.2), ("key", 0.1))
+    }
     g.notes += [name for name, on in options.items() if on]
-    return scanned(g, x, length, unroll=2 if g.chance(0.1) and length % 2 == 0 and length else 1, **options)
+    return scanned(
+        g, x, length, unroll=2 if g.chance(0.1) and length % 2 == 0 and length else 1, **options
+    )
 
 
 @kind(lambda x: 0 < x.size <= 128, themes="nesting")
@@ -839,7 +965,7 @@ def deep_walk(g, x):
     say = lambda w: w if w.dtype in (jnp.bfloat16, jnp.float16) else mw.declare(w, structure)
     one = lambda x, w, b: (factor * act(x @ say(w)) + b).astype(x.dtype)
     if g.choice("scan", "loop") == "loop":
-        for _ in range(g.choice(4, 8, 12, 24)):
+        for _ in range(g.choice(3, 4, 8, 16)):
             x = one(x, g.weight(n, n, kind=structure), g.weight(n))
         return x
     length = g.choice(12, 40, 120, 200)
@@ -858,13 +984,19 @@ def loop(g, x):
 @kind(anything, themes=NESTING, often=2)
 def counted(g, x):
     """A fori_loop, which JAX differentiates as a scan."""
-    return lax.fori_loop(0, g.choice(1, 2, 5), lambda i, x: (x + 0.1 * chain(g.child("body"), x)).astype(x.dtype), x)
+    return lax.fori_loop(
+        0, g.choice(1, 2, 5), lambda i, x: (x + 0.1 * chain(g.child("body"), x)).astype(x.dtype), x
+    )
 
 
 @kind(nonempty, themes=NESTING)
 def searched(g, x):
     """A while_loop, whose result is not differentiated."""
-    s = lax.while_loop(lambda s: s[0] < 5, lambda s: (s[0] + 1, 0.5 * s[1] + 0.1), (0, lax.stop_gradient(jnp.max(jnp.abs(x)))))[1]
+    s = lax.while_loop(
+        lambda s: s[0] < 5,
+        lambda s: (s[0] + 1, 0.5 * s[1] + 0.1),
+        (0, lax.stop_gradient(jnp.max(jnp.abs(x)))),
+    )[1]
     return x / (1 + s)
 
 
@@ -890,7 +1022,9 @@ def experts(g, x):
 @kind(anything, themes="nesting", often=2)
 def half_precision(g, x):
     """A stretch in fewer bits (in the exact twin of the network: as it is)."""
-    dtype = g.choice(jnp.bfloat16, jnp.bfloat16, jnp.float16, *([jnp.float32] if x.dtype == jnp.float64 else []))
+    dtype = g.choice(
+        jnp.bfloat16, jnp.bfloat16, jnp.float16, *([jnp.float32] if x.dtype == jnp.float64 else [])
+    )
     inside = g.child("inside")
     g.root.narrow.add(np.dtype(dtype).name)
     if g.exact:

@@ -38,7 +38,11 @@ class Network:
         self.data = array(rng, s.shape, s.data, s.data_scale)
         self.other = array(rng, (s.shape[-1] if s.shape else 1,), "normal")
         g = Draw(s, drop=self.drop)
-        jax.eval_shape(lambda x, y: self.run(g, x, y)[0], jnp.asarray(self.data, s.dtype), jnp.asarray(self.other, s.dtype))
+        jax.eval_shape(
+            lambda x, y: self.run(g, x, y)[0],
+            jnp.asarray(self.data, s.dtype),
+            jnp.asarray(self.other, s.dtype),
+        )
         self.weights, self.lines = g.weights, g.lines
         self.exact = not g.narrow and s.dtype == "float64"  # else there is a twin in more bits
         self.eps = max(float(jnp.finfo(dtype).eps) for dtype in (s.dtype, *g.narrow))
@@ -46,13 +50,17 @@ class Network:
     # -- arguments -------------------------------------------------------------------------------
     def args(self, dtype=None):
         """(weights, data, another differentiated vector, a number), in another dtype if asked."""
-        cast = lambda a: jnp.asarray(np.asarray(a).astype(self.settings.dtype), dtype or self.settings.dtype)
+        cast = lambda a: jnp.asarray(
+            np.asarray(a).astype(self.settings.dtype), dtype or self.settings.dtype
+        )
         number = 2.0 if self.settings.python_scalar else cast(2.0)
         return jax.tree.map(cast, self.weights), cast(self.data), cast(self.other), number
 
     @property
     def argnums(self):
-        return {"params": 0, "params and data": (0, 1), "data as input": (0, 1), "two trees": (2, 0)}[self.settings.inputs]
+        return {"params": 0, "params and data": (0, 1), "data as input": (0, 1), "two trees": (2, 0)}[
+            self.settings.inputs
+        ]
 
     @property
     def inputs(self):
@@ -99,7 +107,12 @@ class Network:
         aux = dict(g.aux)
         for k in range(head.choice(0, 1, 2)):
             state = g.states[head.rng.integers(len(g.states))]
-            aux[f"state {k}"] = head.choice(lambda a: a, lambda a: a > 0, lambda a: jnp.sum(a), lambda a: {"a": a, "text": "static"} if not g.filling else a)(state)
+            aux[f"state {k}"] = head.choice(
+                lambda a: a,
+                lambda a: a > 0,
+                lambda a: jnp.sum(a),
+                lambda a: {"a": a, "text": "static"} if not g.filling else a,
+            )(state)
         return value.astype(first.dtype), aux
 
     def __str__(self):

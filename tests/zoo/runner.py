@@ -100,7 +100,9 @@ def summary(records, seconds):
     walked["all"] = sum(walked.values())
     lines = [f"{'':24}" + "".join(f"{v:>10}" for v in (*verdicts, "walked"))]
     for name, row in [*sorted(table.items()), ("all", total)]:
-        lines.append(f"{name:24}" + "".join(f"{n:>10}" for n in (*(row[v] for v in verdicts), walked[name])))
+        lines.append(
+            f"{name:24}" + "".join(f"{n:>10}" for n in (*(row[v] for v in verdicts), walked[name]))
+        )
     skipped = sum(bool(r.skipped) for r in records)
     lines.append(
         f"{len(records)} networks ({skipped} that JAX itself cannot differentiate), {sum(total.values())} comparisons, "
@@ -122,7 +124,9 @@ def main(argv=None):
     parser.add_argument("--seeds", default="0:100", help="0:100, or 3,5,9")
     parser.add_argument("--shard", default="1/1", help="3/8: the third of eight parts of the seeds")
     parser.add_argument("--out", help="a JSON file for every outcome")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of processor time for a network")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds of processor time for a network"
+    )
     parser.add_argument("--budget", type=float, default=float("inf"), help="the same for all of them")
     parser.add_argument("--method", action="append", help="instead of those that the seeds pick")
     parser.add_argument("--show", action="store_true", help="print the networks")
@@ -142,7 +146,12 @@ def main(argv=None):
         if options.show:
             print(record.listing, *record.outcomes, record.skipped, sep="\n", flush=True)
         elif bad:
-            print(f"\n{record.listing}", *(f"  {o.verdict.upper()} {o.method}: {o.detail} ({o.error:.1e})" for o in bad), sep="\n", flush=True)
+            print(
+                f"\n{record.listing}",
+                *(f"  {o.verdict.upper()} {o.method}: {o.detail} ({o.error:.1e})" for o in bad),
+                sep="\n",
+                flush=True,
+            )
         if options.shrink:
             for o in bad[:1]:
                 print("shrunk:", shrink(seed, o.method, o.verdict, options.limit), sep="\n", flush=True)
