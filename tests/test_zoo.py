@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from marks import slow
 from zoo import damage, interpreter
-from zoo.judge import DEFAULT, METHODS, Reference, arrays, methods_for
 from zoo.draws import Settings
+from zoo.judge import DEFAULT, METHODS, Reference, arrays, methods_for
 from zoo.kinds import KINDS
 from zoo.networks import Network
 from zoo.runner import FAILURES, examine
