@@ -1,8 +1,12 @@
 # Needs make, Python 3.11 or newer, and a package index that pip can reach.
 #
-#   make PYTHON=/path/to/python3 ...    another interpreter
+#   make PYTHON=/path/to/python3 ...    another interpreter than the newest one found
 #   make test ARGS="-x -k name"         further pytest options
-PYTHON ?= python3
+# The newest Python for which the locks have packages: newer Pythons get newer releases of JAX, and from
+# 0.11 on JAX keeps on a CPU, too, the barriers that plans rest on.
+ifndef PYTHON
+PYTHON := $(or $(shell requirements/find-python.sh 3.11 3.14),python3)
+endif
 WORKERS ?= 2
 ARGS ?=
 

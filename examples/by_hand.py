@@ -73,7 +73,8 @@ def dense(w: Array, x: Array) -> Array:
 def orthogonal_max_min(w: Array, x: Array) -> Array:
     """An isometry, known to the walk by its declaration, and the activation that sorts pairs."""
     a, b = jnp.split(x @ mw.declare(w, "orthogonal"), 2, axis=-1)
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], axis=-1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], axis=-1)
 
 
 def make_layers(key: Array) -> list[Layer]:

@@ -24,7 +24,8 @@ LAYERS, WIDTH, ROWS = 32, 128, 4096
 def max_min(x: Array) -> Array:
     """The larger of each pair, then the smaller: a permutation, kept as one bit per pair."""
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], axis=-1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], axis=-1)
 
 
 def layer(x: Array, theta: dict[str, Array]) -> tuple[Array, None]:

@@ -83,7 +83,8 @@ def segmented(ws: Any, x: Any, t: Any, every: int) -> Any:
 
 def maxmin(x: Any) -> Any:
     a, b = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 def dense_types(layers: int, rows: int, loop: bool = False) -> tuple[Any, ...]:

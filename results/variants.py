@@ -79,9 +79,7 @@ OPTIMIZERS = {
 def held(step: Any, optimizer: Any, params: Any, *data: Any) -> float:
     """MiB beside donated arguments: argument + output + temp − alias, less the arguments."""
     args = (params, jax.eval_shape(optimizer.init, params), *data)
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-    program = lowered.compile(compiler_options=compat.barrier_options() or None)
-    m = program.memory_analysis()
+    m = compat.compiled(jax.jit(step, donate_argnums=(0, 1)), *args).memory_analysis()
     return (m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes) / base.MIB
 
 

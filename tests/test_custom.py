@@ -9,7 +9,7 @@ from jax import lax
 from weights import general, normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import registry
+from moonwalk import chain, graph, registry, staging
 
 X = normal(3, 6)
 
@@ -219,3 +219,98 @@ def test_a_new_primitive_gets_its_rule():
         np.testing.assert_array_equal(mw.vijp(primitive.bind, X)[1](X), X)
     finally:
         del registry._BY_PRIMITIVE[primitive]
+
+
+# --- gains ------------------------------------------------------------------------------------------
+
+
+def scaled(**options):
+    @mw.custom_vijp
+    def scale_and_turn(x, w, scale):
+        return scale * jnp.abs(x @ w)
+
+    def rule(primals, h):
+        x, w, scale = primals
+        return jnp.where(x @ w >= 0, 1, -1) * (h @ w) / scale
+
+    scale_and_turn.defvijp(rule, **options)
+
+    def loss(ws, x):
+        for w in ws:
+            x = scale_and_turn(x, w, 0.5)
+        return jnp.sum(x**2)
+
+    return loss, ([orthogonal(8, seed=s) for s in range(6)], normal(64, 8))
+
+
+@pytest.mark.parametrize("gain", [1.0, 2, np.float32(1.5), jnp.ones(())])
+def test_a_rule_with_a_gain_is_walked_under_jit(gain):
+    loss, args = scaled(gain=gain)
+    method = mw.Moonwalk(walk="always")
+    plans = []
+
+    def run(*args):
+        plans.append(mw.plan(loss, *args, method=method))
+        return mw.grad(loss, method=method)(*args)
+
+    got, want = jax.jit(run)(*args), jax.grad(loss)(*args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    (plan,) = plans
+    assert [row.mode for row in plan.rows].count("walk") >= 5
+    assert plan.anchors == 0
+    assert plan.checked  # it is taken on trust, so there is a certificate
+
+
+def test_without_a_gain_the_plan_says_what_is_missing():
+    loss, args = scaled()
+    plan = mw.plan(loss, *args, method=mw.Moonwalk(walk="always"))
+    reasons = [row.why for row in plan.rows if "states no gain" in row.why]
+    assert reasons
+    assert "scale_and_turn.defvijp(rule, gain=...)" in reasons[0]
+
+
+def test_a_gain_may_depend_on_the_operands():
+    seen = []
+
+    def gain(w, scale):
+        seen.append((np.shape(w), float(scale)))
+        return np.linalg.cond(w)
+
+    loss, args = scaled(gain=gain)
+    method = mw.Moonwalk(walk="always")
+    plan = mw.plan(loss, *args, method=method)  # concrete values
+    assert plan.anchors == 0
+    assert set(seen) == {((8, 8), 0.5)}
+    reasons = []
+
+    def run(*args):
+        reasons.extend(row.why for row in mw.plan(loss, *args, method=method).rows)
+        return 0
+
+    jax.jit(run)(*args)
+    assert any("a function of values: plan with concrete arguments" in why for why in reasons)
+
+
+def test_gains_of_batched_operands_are_the_largest():
+    @mw.custom_vijp
+    def stretched(x, w):
+        return x @ w
+
+    stretched.defvijp(lambda primals, h: h @ jnp.linalg.inv(primals[1]).T, gain=lambda w: w[0, 0])
+    ws = jnp.stack([jnp.diag(jnp.array([s, 1.0])) for s in (3.0, 7.0, 5.0)])
+    fun = lambda x: jax.vmap(stretched)(x, ws)
+    staged = staging.stage(fun, normal(3, 2))
+    known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
+    cut = graph.build(staged.jaxpr, staged.jaxpr.invars, staged.jaxpr.outvars, consts=known)
+    (link,) = chain.build(cut).links
+    assert link.rule.gain(link.block, [known[v] for v in link.block.operands]).factor == 7.0
+
+
+@pytest.mark.parametrize("gain", [0.5, 0, -1.0, np.nan, np.inf, True, "1", [1.0, 2.0]])
+def test_gains_that_are_none(gain):
+    with pytest.raises(ValueError, match="scale_and_turn must be a finite number of at least 1.*got"):
+        scaled(gain=gain)
+    loss, args = scaled(gain=lambda w, scale: gain)
+    with pytest.raises(ValueError, match="scale_and_turn must be a finite number of at least 1.*got"):
+        mw.plan(loss, *args)

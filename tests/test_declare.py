@@ -215,3 +215,40 @@ def test_kernels_in_groups_are_checked_group_by_group():
         mw.declare(w.at[1, 0, 3].set(0.1), "diagonal", groups=2)
     with pytest.raises(ValueError, match=r"groups=2 speaks of a kernel.*shape \(4, 4\)"):
         mw.declare(jnp.eye(4), "diagonal", groups=2)
+
+
+@pytest.mark.parametrize("structure", ["orthogonal", "diagonal", "lower", "upper", "isometric"])
+@pytest.mark.parametrize(("value", "name"), [(np.nan, "NaN"), (np.inf, "infinity")])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 4, 4)])
+def test_what_is_not_finite_is_called_so(structure, value, name, shape):
+    w = jnp.broadcast_to(jnp.eye(4), shape).at[..., 1, 1].set(value)
+    with pytest.raises(
+        mw.DeclarationError, match=rf"holds {name} \(at .* are not finite.*learning rate"
+    ):
+        mw.declare(w, structure)
+
+
+@pytest.mark.parametrize("taps", [(7,), (3,), (-1,)])
+def test_taps_that_a_kernel_does_not_have(taps):
+    w = jnp.stack([jnp.eye(8)] * 3)
+    message = r"none of the taps of a kernel \[\*taps, in, out\] of shape \(3, 8, 8\).*transposed"
+    with pytest.raises(ValueError, match=message):
+        mw.declare(w, "orthogonal", taps=taps)
+    with pytest.raises(ValueError, match="none of the taps"):
+        jax.eval_shape(lambda w: mw.declare(w, "orthogonal", taps=taps), w)
+
+
+@pytest.mark.parametrize("taps", [(), (0, 1), 1.5, "1", (True,), (None,)])
+def test_taps_that_are_not_taps(taps):
+    with pytest.raises(ValueError, match="one for each spatial axis of a kernel.*got"):
+        mw.declare(jnp.stack([jnp.eye(8)] * 3), "orthogonal", taps=taps)
+    with pytest.raises(ValueError, match="one for each spatial axis of a kernel.*got"):
+        mw.declare(jnp.eye(8), "orthogonal", taps=(0,))
+
+
+def test_the_tap_that_is_named_has_the_structure():
+    w = jnp.stack([jnp.eye(4), 2 * jnp.eye(4), jnp.ones((4, 4))])
+    mw.declare(w, "orthogonal", taps=(0,))
+    mw.declare(w, "lower", taps=[1])
+    with pytest.raises(mw.DeclarationError, match=r"not orthogonal at its tap \(1,\)"):
+        mw.declare(w, "orthogonal", taps=(1,))

@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from moonwalk import compat
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
@@ -33,7 +36,13 @@ def test_the_examples_of_a_page(tmp_path, page, count):
     done = subprocess.run(
         [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert done.stdout == "".join(expected), done.stderr
+    found, said = done.stdout, "".join(expected)
+    if compat.version_tuple(jax.__version__) < (0, 11):  # pages have the figures of newer compilers
+        sizes = r"([\d.]+) MiB"
+        for a, b in zip(re.findall(sizes, found), re.findall(sizes, said), strict=True):
+            assert abs(float(a) - float(b)) <= float(b) / 4
+        found, said = (re.sub(sizes, "MiB", text) for text in (found, said))
+    assert found == said, done.stderr
 
 
 @pytest.mark.slow

@@ -255,3 +255,48 @@ def test_matrix_free_needs_enough_steps():
     _, vijp_fun = mw.vijp(fun, X, fallback=mw.MatrixFree(max_steps=1))
     with pytest.raises(mw.SingularError, match="raise max_steps"):
         vijp_fun(X)
+
+
+# --- diagnoses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reflect",
+    [
+        lambda x, v: x - 2 * (x @ v)[..., None] * v / (v @ v),
+        lambda x, v: x - 2 * jnp.outer(x @ v, v) / (v @ v),
+        lambda x, v: x + jnp.sum(x * v, -1, keepdims=True) * v,
+    ],
+)
+def test_a_reflection_is_no_normalisation(reflect):
+    v = normal(6, seed=3)
+    with pytest.raises(mw.NotSubmersiveError) as error:
+        mw.vijp(lambda x: reflect(x, v), X)
+    message = str(error.value)
+    assert "diagonal map plus one of low rank" in message
+    assert "'orthogonal'" in message
+    assert "MatrixFree()" in message
+    assert "normalisation" not in message
+    assert "loses" not in message
+    _, vijp_fun = mw.vijp(lambda x: reflect(x, v), X, fallback=mw.MatrixFree())  # the way out
+    (h,) = jax.vjp(lambda x: reflect(x, v), X)[1](X)
+    np.testing.assert_allclose(vijp_fun(h), X, rtol=1e-6, atol=1e-6)
+
+
+NOT_A_NUMBER = {
+    "dense": lambda x, w: x @ w,
+    "declared": lambda x, w: x @ mw.declare(w, "orthogonal"),
+    "scale": lambda x, w: x * w[0],
+    "convolution": lambda x, w: jax.lax.conv_general_dilated(
+        x[None], w[None], (1,), [(0, 0)], dimension_numbers=("NWC", "WIO", "NWC")
+    ),
+    "isometric": lambda x, w: x @ mw.declare(w, "isometric"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_NUMBER)
+def test_nan_is_called_nan(name):
+    w = jnp.eye(6).at[0, 0].set(jnp.nan)
+    _, vijp_fun = jax.jit(lambda x, w: mw.vijp(lambda x: NOT_A_NUMBER[name](x, w), x))(X, w)
+    with pytest.raises(mw.SingularError, match="NaN or infinit"):
+        vijp_fun(X)

@@ -32,7 +32,8 @@ def error(found, truth):
 
 def maxmin(x):
     a, b = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 def isometric(activation):
@@ -163,7 +164,7 @@ def test_the_certificate_tells_the_truth(slope, depth):
     full = ((ws, shifts, shifts), x, t)
     args = cast(full, jnp.float32)
     _, *truth = jax.jit(jax.grad(loss))(*full)
-    method = mw.Moonwalk(tolerance=math.inf)
+    method = mw.Moonwalk(tolerance=math.inf, on_inexact="ignore")
     (_, *found), certificate = jax.jit(mw.grad(loss, method=method, certify=True))(*args)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
     worst = max(error(a, b) for a, b in pairs)
@@ -186,7 +187,9 @@ def test_on_inexact_acts(slope, depth):
         if action == "raise":
             with pytest.raises(Exception, match="certificate exceeds the tolerance"):
                 jax.block_until_ready(run(*args))
-            with pytest.raises(mw.InexactError, match="sampled error"):
+            with pytest.raises(
+                mw.InexactError, match=r"dot_general .*test_exactness.py:\d+ .*is \d.* off"
+            ):
                 mw.grad(loss, method=plan)(*args)
         else:
             gradients = run(*args)

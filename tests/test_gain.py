@@ -37,7 +37,7 @@ def test_leaky_relu(alpha):
     "fun",
     [
         jnp.abs,
-        max_min,
+        mw.nn.MaxMin(),
         lambda x: x.T,
         lambda x: jnp.sort(x),
         lambda x: -x,
@@ -47,6 +47,12 @@ def test_leaky_relu(alpha):
 )
 def test_isometries_and_means_have_gain_one(fun):
     assert [g.factor for g in gains(fun, X)] == pytest.approx([1.0] * len(gains(fun, X)))
+
+
+def test_what_is_singular_at_ties_has_no_bounded_gain():
+    worst = max(gains(max_min, X), key=lambda g: g.factor)
+    assert worst.factor == np.inf
+    assert worst.reason.startswith("at a tie of two values JAX averages their derivatives")
 
 
 @pytest.mark.parametrize(

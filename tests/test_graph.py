@@ -8,14 +8,14 @@ from cases import max_min
 from jax import lax
 from weights import general, normal
 
-from moonwalk import graph, partition, staging
+from moonwalk import activity, graph, staging
 
 X = normal(3, 6)
 
 
 def blocks(fun, *primals):
     staged = staging.stage(fun, *primals)
-    outputs = [v for v in staged.jaxpr.outvars if partition.is_differentiable(v.aval)]
+    outputs = [v for v in staged.jaxpr.outvars if activity.is_differentiable(v.aval)]
     known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
     cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names)
     return cut.blocks

@@ -213,9 +213,9 @@ def test_memory_does_not_grow_with_the_depth():
         lowered = jax.jit(transform(loss)).lower(params, stem, x)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    few, many = temporaries(8, mw.grad), temporaries(64, mw.grad)
+    few, many = temporaries(16, mw.grad), temporaries(128, mw.grad)
     assert many < 1.05 * few
-    assert many < 0.1 * temporaries(64, jax.grad)
+    assert many < 0.05 * temporaries(128, jax.grad)
 
 
 def test_float32_is_about_as_exact_as_backpropagation():

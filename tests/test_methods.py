@@ -458,9 +458,8 @@ def test_reversible_memory_does_not_grow_in_a_loop_of_affine_layers():
     def temporaries(depth):
         ws = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * depth
         x = jax.ShapeDtypeStruct((4096, 16), jnp.float32)
-        lowered = jax.jit(mw.grad(loss, method=mw.Reversible())).lower(ws, x)
-        options = compat.barrier_options() or None
-        return lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes
+        program = compat.compiled(jax.jit(mw.grad(loss, method=mw.Reversible())), ws, x)
+        return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries(16) < temporaries(4) + 4096 * 16 * 4
 

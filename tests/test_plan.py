@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from marks import slow
 from weights import general, lower, normal, orthogonal
 
 import moonwalk as mw
+from moonwalk import compat, plans
 from moonwalk.plans import human
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
@@ -180,11 +182,120 @@ def test_more_layers_keep_a_bit_per_entry_each():
 
 
 def test_advice_names_the_costliest_block():
-    plan = mw.plan(loss_of(lambda x, w: jnp.sin(x @ w)), *structs(ORTHOGONAL, X))
+    """Where one block has all the memory, it is stored, and nothing is gained."""
+    plan = mw.plan(lambda w, x: jnp.sum(jnp.sin(x @ w)), *structs(jnp.ones((WIDTH, 512)), X))
     costly = max(plan.rows, key=lambda r: r.bytes)
     assert not plan.walks
     assert costly.block in plan.advice() and costly.source in plan.advice()
-    assert "less than 10 %" in plan.advice()
+
+
+def totals(peak, backprop, checkpoint, **changes):
+    """A plan that takes as much, in MiB."""
+    plan = mw.plan(loss_of(lambda x, w: jnp.sin(x @ w)), *structs(ORTHOGONAL, X))
+    sizes = dict(peak_bytes=peak, backprop_bytes=backprop, checkpoint_bytes=checkpoint)
+    return dataclasses.replace(plan, **{k: v * 2**20 for k, v in sizes.items()}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        # A stock transformer, with one line: it is checkpointing, and a lot is gained.
+        (dict(peak=27, backprop=299, checkpoint=27), None),
+        (dict(peak=27, backprop=299, checkpoint=299), None),
+        (dict(peak=10, backprop=100, checkpoint=30, walked=4), None),
+        (
+            dict(peak=280, backprop=299, checkpoint=290),
+            "moonwalk: this plan saves less than 10 % of what backpropagation takes (about 280.0 MiB "
+            "beside 299.0 MiB). The costliest block",
+        ),
+        # Nothing is gained over either: backpropagation comes first.
+        (
+            dict(peak=300, backprop=299, checkpoint=90, walked=4),
+            "less than 10 % of what backpropagation takes (about 300.0 MiB beside 299.0 MiB). The",
+        ),
+        *(
+            (
+                dict(peak=28, backprop=299, checkpoint=27) | how,
+                "moonwalk: this plan saves less than 10 % of what checkpointing takes (about 28.0 MiB "
+                "beside 27.0 MiB; backpropagation 299.0 MiB). method=moonwalk.Checkpoint() would take "
+                "about as little, and less time. The costliest block",
+            )
+            for how in (dict(walked=4), dict(inverted=4))
+        ),
+    ],
+)
+def test_advice_compares_with_backprop_first_and_with_checkpointing_second(plan, said):
+    found = totals(**plan).advice()
+    assert found is None if said is None else said in found
+
+
+def test_a_plan_that_is_checkpointing_and_saves_says_nothing():
+    plan = mw.plan(loss_of(lambda x, w: jnp.sin(x @ w)), *structs(ORTHOGONAL * 2, X))
+    assert not plan.walks and plan.peak_bytes == plan.checkpoint_bytes < plan.backprop_bytes / 1.5
+    assert plan.advice() is None
+
+
+# --- compilers that delete barriers -------------------------------------------------------------------
+
+
+@pytest.fixture
+def old_jax(monkeypatch):
+    """As with JAX 0.10 on a CPU, in a process that has said nothing yet."""
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    monkeypatch.setattr(compat, "barrier_options", lambda: options)
+    monkeypatch.setattr(jax, "__version__", "0.10.1")
+    monkeypatch.setattr(plans, "_said_barriers", False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+def barrier_warnings(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [w for w in caught if "optimization barriers" in str(w.message)]
+
+
+WAYS = {
+    "walked": lambda: mw.plan(loss_of(turn), *structs(ORTHOGONAL, X)),
+    "recomputed": lambda: mw.plan(
+        loss_of(lambda x, w: jnp.sin(x @ w)), *structs(ORTHOGONAL * 2, X), method=mw.Checkpoint()
+    ),
+    "inverted": lambda: mw.plan(loss_of(turn), *structs(ORTHOGONAL, X), method=mw.Reversible()),
+    "called": lambda: jax.eval_shape(mw.value_and_grad(loss_of(turn)), *structs(ORTHOGONAL, X)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plan_that_rests_on_barriers_says_where_they_are_deleted_once(way, old_jax):
+    (warning,) = barrier_warnings(lambda: (WAYS[way](), WAYS[way]()))
+    assert issubclass(warning.category, mw.PlanWarning) and warning.filename == __file__
+    words = str(warning.message)
+    assert words.startswith("moonwalk: under jax.jit this plan will take about ")
+    for part in (
+        "JAX 0.10.1 deletes optimization barriers when it compiles for a CPU",
+        "compiler_options={'xla_disable_hlo_passes': 'cse_barrier_expander'}",
+        "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander",
+        "Python 3.12",
+    ):
+        assert part in words
+
+
+def test_what_it_will_take_then_is_about_backpropagations(old_jax):
+    (warning,) = barrier_warnings(WAYS["recomputed"])
+    took = float(re.search(r"about ([\d.]+) KiB instead", str(warning.message))[1]) * 1024
+    assert 0.8 < took / WAYS["recomputed"]().backprop_bytes < 1.01
+
+
+def test_where_barriers_stay_or_do_not_matter_nothing_is_said(old_jax, monkeypatch):
+    scanned = lambda: mw.plan(scan_of(turn), *structs(jnp.stack(ORTHOGONAL), X))
+    assert not barrier_warnings(scanned)
+    with compat.keeping_barriers():
+        assert not barrier_warnings(WAYS["walked"])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=cse_barrier_expander")
+    assert not barrier_warnings(WAYS["walked"])
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(compat, "barrier_options", dict)
+    assert not barrier_warnings(WAYS["walked"])
 
 
 # --- arguments ----------------------------------------------------------------------------------------

@@ -1,10 +1,15 @@
 """One flat jaxpr: calls opened, custom rules kept, nothing done twice, names and places kept."""
 
+import pathlib
+import re
+import tomllib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import halved, rounded
+from marks import slow
 from weights import general, normal
 
 import moonwalk as mw
@@ -72,22 +77,62 @@ def test_source_lines_survive_staging():
 
 def test_an_unsupported_jax_is_refused_with_a_sentence():
     with pytest.raises(
-        ImportError, match=r"moonwalk needs JAX 0\.10\.2 or newer, but JAX 0\.9\.1 is installed"
+        ImportError, match=r"moonwalk needs JAX 0\.10\.1 or newer, but JAX 0\.9\.1 is installed"
     ):
         compat.refuse_unsupported_jax("0.9.1")
-    for fine in ("0.10.2", "0.11.0", "0.12.0.1", "1.0.dev2"):
+    for fine in ("0.10.1", "0.11.0", "0.12.0.1", "1.0.dev2"):
         compat.refuse_unsupported_jax(fine)
 
 
-def test_the_refusal_happens_at_import(tmp_path):
+@pytest.mark.parametrize(
+    ("versions", "name"),
+    [(("0.10.2",), "JAX"), (("0.10.2", "0.10.2"), "JAX"), (("0.11.0", "0.10.2"), "jaxlib")],
+)
+def test_a_jax_that_computes_wrong_numbers_is_refused(versions, name):
+    with pytest.raises(ImportError) as raised:
+        compat.refuse_unsupported_jax(*versions)
+    words = str(raised.value)
+    assert words.startswith(
+        f"moonwalk does not run on {name} 0.10.2: its CPU compiler returns wrong numbers"
+    )
+    assert "jax/issues/39103" in words
+    assert 'pip install --upgrade "jax>=0.10.1,!=0.10.2"' in words and "Python 3.12" in words
+
+
+def test_every_statement_of_versions_agrees():
+    """The check at import, the package's metadata, the locks, and what the README says."""
+    root = pathlib.Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (jax_bound,) = (d for d in project["dependencies"] if re.match(r"jax\W", d))
+    low = ".".join(map(str, compat.MINIMUM_JAX))
+    bad = [".".join(map(str, v)) for v in compat.DEFECTIVE_JAX]
+    assert jax_bound == ",".join([f"jax>={low}", *(f"!={v}" for v in bad)])
+    assert f"JAX {low} or newer, except {', '.join(bad)}" in " ".join(
+        (root / "README.md").read_text().split()
+    )
+    for lock in (root / "requirements").glob("*.lock"):
+        pins = dict(line.split("==") for line in lock.read_text().splitlines() if "==" in line)
+        assert pins["jax"] not in bad and pins["jaxlib"] not in bad
+        compat.refuse_unsupported_jax(pins["jax"], pins["jaxlib"])
+    assert f"\njax=={low}\n" in (root / "requirements/py311.lock").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.4.30", "needs JAX 0.10.1 or newer, but JAX 0.4.30"),
+        slow("0.10.2", "does not run on JAX 0.10.2: its CPU compiler returns wrong numbers"),
+    ],
+)
+def test_the_refusal_happens_at_import(version, said, tmp_path):
     """A process whose JAX says it is old gets the sentence, and nothing else was imported before."""
     import subprocess
     import sys
 
-    code = "import jax; jax.__version__ = '0.4.30'; import moonwalk"
+    code = f"import jax; jax.__version__ = '{version}'; import moonwalk"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0
-    assert "ImportError: moonwalk needs JAX 0.10.2 or newer, but JAX 0.4.30" in done.stderr
+    assert f"ImportError: moonwalk {said}" in done.stderr
 
 
 def test_version():

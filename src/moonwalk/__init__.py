@@ -28,6 +28,7 @@ from .errors import OptimizerError as OptimizerError
 from .errors import PlanMismatchError as PlanMismatchError
 from .errors import PlanWarning as PlanWarning
 from .errors import SingularError as SingularError
+from .errors import WriteError as WriteError
 from .fragments import Fragment as Fragment
 from .fused import fused_update as fused_update
 from .gradient import grad as grad

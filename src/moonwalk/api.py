@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from . import chain, checks, compat, graph, partition
+from . import activity, chain, checks, compat, graph, settings
 from .chain import Chain, Tape
 from .compat import Literal
 from .errors import NotSubmersiveError, SingularError
@@ -71,6 +71,7 @@ def vijp(
 
     **Reference:** "Moonwalk: Inverse-Forward Differentiation", AISTATS 2026, §4.2.
     """
+    _check_settings(fun, has_aux, fallback, check)
     primals = jax.tree.map(_real_array, primals, is_leaf=lambda leaf: leaf is None)
     leaves = jax.tree.leaves(primals)
     if not leaves:
@@ -80,7 +81,7 @@ def vijp(
     results = staged.jaxpr.outvars[: out_tree.num_leaves]
 
     known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
-    outputs = [v for v in results if partition.is_differentiable(v.aval)]
+    outputs = [v for v in results if activity.is_differentiable(v.aval)]
     _refuse_repeated(outputs)
     cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known, names=staged.names)
     composed = chain.build(cut, fallback)
@@ -94,6 +95,21 @@ def vijp(
     aux = jax.tree.unflatten(aux_tree, values[out_tree.num_leaves :])
     vijp_fun = Partial(_Vijp(composed, primals, results, out_tree, check), tape)
     return (out, vijp_fun, aux) if has_aux else (out, vijp_fun)
+
+
+def _check_settings(fun: Any, has_aux: Any, fallback: Any, check: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"vijp: fun is a function of the primals, got {fun!r}")
+    if fallback is not None and not isinstance(fallback, Rule):
+        is_class = isinstance(fallback, type) and issubclass(fallback, Rule)
+        hint = f"; call it: {fallback.__name__}()" if is_class else ""
+        raise TypeError(
+            f"vijp: fallback takes None (raise) or a rule, moonwalk.MatrixFree(), got {fallback!r}{hint}"
+        )
+    settings.flag("vijp", "has_aux", has_aux)
+    if check is not None and not isinstance(check, bool):
+        rule = "is None (raise eagerly), True (under jit, too) or False (never)"
+        raise settings.refuse("vijp", "check", rule, check)
 
 
 class _Vijp:
@@ -114,7 +130,7 @@ class _Vijp:
             self.out_tree,
             [
                 found[v]
-                if partition.is_differentiable(v.aval)
+                if activity.is_differentiable(v.aval)
                 else np.zeros(v.aval.shape, jax.dtypes.float0)
                 for v in self.results
             ],

@@ -21,16 +21,16 @@ from .methods import Forward, ProjectedForward
 def forward(staging: Staging, method: Forward, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """One jvp for every entry of every leaf, leaf by leaf."""
     leaves, out, loss = _open(staging, flat)
-    parts = [part for leaf in leaves for part in _real_parts(leaf)]
+    parts = seeds.real_parts(leaves)
     gradients = []
     for i, part in enumerate(parts):
 
         def tail(moved: Any, i: int = i) -> list[Any]:
-            return [loss(_joined(leaves, [*parts[:i], moved, *parts[i + 1 :]]))]
+            return [loss(seeds.joined(leaves, [*parts[:i], moved, *parts[i + 1 :]]))]
 
         (found,) = seeds.by_entries(tail, [part], method.chunk) if part.size else (part,)
         gradients.append(found.astype(part.dtype))
-    return out, _as_gradients(leaves, gradients)
+    return out, seeds.as_gradients(leaves, gradients)
 
 
 def projected(
@@ -38,12 +38,12 @@ def projected(
 ) -> tuple[list[Any], list[Any]]:
     """Directional derivatives times their directions; `direction`: leaves of the predicted gradient."""
     leaves, out, loss = _open(staging, flat)
-    parts = [part for leaf in leaves for part in _real_parts(leaf)]
+    parts = seeds.real_parts(leaves)
 
     def along(v: Sequence[Any]) -> list[Any]:
         """⟨∇J, v⟩ v."""
         v = [a.astype(p.dtype) for a, p in zip(v, parts, strict=True)]
-        _, slope = jax.jvp(lambda *p: loss(_joined(leaves, p)), tuple(parts), tuple(v))
+        _, slope = jax.jvp(lambda *p: loss(seeds.joined(leaves, p)), tuple(parts), tuple(v))
         return [slope.astype(a.dtype) * a for a in v]
 
     unit: list[Any] | None = None
@@ -53,7 +53,7 @@ def projected(
         given = [
             part
             for d, leaf in zip(direction, leaves, strict=True)
-            for part in _real_parts(jnp.conj(d).astype(leaf.dtype))
+            for part in seeds.real_parts([jnp.conj(d).astype(leaf.dtype)])
         ]
         # By the largest entry first, whose square might overflow.
         for size in (_largest, lambda a: jnp.sqrt(_dot(a, a))):
@@ -73,7 +73,7 @@ def projected(
     if method.samples and parts:
         keys = jax.random.split(method.random_key(), method.samples)
         total, _ = lax.scan(sample, total, keys)
-    return out, _as_gradients(leaves, total)
+    return out, seeds.as_gradients(leaves, total)
 
 
 def _open(
@@ -90,22 +90,6 @@ def _open(
 
     leaves = list(flat[:count])
     return leaves, run(leaves, jaxpr.eqns), lambda leaves: run(leaves, silent)[0]
-
-
-def _real_parts(leaf: Any) -> list[Any]:
-    return [jnp.real(leaf), jnp.imag(leaf)] if jnp.iscomplexobj(leaf) else [leaf]
-
-
-def _joined(leaves: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-    """Leaves from their real parts."""
-    values = iter(parts)
-    is_complex = [jnp.iscomplexobj(a) for a in leaves]
-    return [lax.complex(next(values), next(values)) if c else next(values) for c in is_complex]
-
-
-def _as_gradients(leaves: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-    """JAX's convention: of a complex leaf a + ib it is ∂J/∂a − i ∂J/∂b."""
-    return [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in _joined(leaves, parts)]
 
 
 def _largest(parts: Sequence[Any]) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import compat, graph, staging, trunk
+from .activity import active_variables, is_differentiable
 from .compat import Literal
-from .partition import active_variables, is_differentiable
 from .trunk import Node, Trunk
 
 

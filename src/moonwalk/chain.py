@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from . import compat, graph, partition, registry
+from . import activity, compat, graph, partition, registry
 from .compat import JaxprEqn, Literal
 from .errors import NotSubmersiveError
 from .graph import Block, Cutter, Graph
@@ -236,7 +236,7 @@ def _refuse_constant_outputs(cut: Graph) -> None:
     """An output that no derivative reaches: every row of its Jacobian is zero."""
     produced = {v for b in cut.blocks for v in b.outputs} | set(cut.inputs)
     for v in cut.outputs:
-        if v in produced or not partition.is_differentiable(v.aval):
+        if v in produced or not activity.is_differentiable(v.aval):
             continue
         maker = next((e for e in cut.schedule if isinstance(e, JaxprEqn) and v in e.outvars), None)
         raise NotSubmersiveError(

@@ -33,8 +33,8 @@ def plan(
     method: Checkpoint,
     call: Circumstances,
 ) -> tuple[Engine, Plan]:
-    """As `engine.plan`; nothing is walked, so there is nothing to measure or to certify."""
-    made = engine.draft(staging, method, certify=False, gains=call.gains, fused=call.fused)
+    """As `engine.plan`; nothing is walked, so there is nothing to measure."""
+    made = engine.draft(staging, method, gains=call.gains, fused=call.fused)
     choice = made.plain
     if method.segments is not None:
         choice = in_segments(made.cut, made.costs, method.segments)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import compat
 from .registry import Alarm
@@ -18,8 +19,8 @@ from .registry import Alarm
 def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
     """Return `values`, or raise if an alarm rings.
 
-    `check`: True checks always, under a trace through `equinox.error_if`; None checks what is
-    concrete now; False never checks.
+    `check`: True checks always, under a trace when the program runs; None checks what is concrete now;
+    False never checks.
     """
     if check is False:
         return values
@@ -29,14 +30,18 @@ def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
             if bad.any():
                 raise alarm.error(alarm.message + _where(bad) + alarm.place)
         elif check:
-            values = raise_when_run(values, jnp.any(alarm.bad), alarm.message + alarm.place)
+            report = functools.partial(alarm.error, alarm.message + alarm.place)
+            values = raise_when_run(values, jnp.any(alarm.bad), report)
     return values
 
 
-def raise_when_run(values: Any, bad: Any, message: str) -> Any:
-    """`values`, which under a trace cannot be had without an error if `bad` is true on any device."""
+def raise_when_run(values: Any, bad: Any, report: Callable[..., Exception], *details: Any) -> Any:
+    """`values`, which under a trace cannot be had without an error if `bad` is true on any device.
+
+    `report`: makes the error of `details`, arrays that are the same on every device.
+    """
     bad = compat.largest_anywhere(jnp.asarray(bad, jnp.float32)) > 0
-    fine = _guard_p.bind(jnp.ones((), jnp.float32), bad, message=message) > 0
+    fine = _guard_p.bind(jnp.ones((), jnp.float32), bad, *details, report=report) > 0
     return jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan).astype(a.dtype), values)
 
 
@@ -44,28 +49,48 @@ def raise_when_run(values: Any, bad: Any, message: str) -> Any:
 
 _guard_p = compat.Primitive("moonwalk_guard")
 _guard_p.def_impl(lambda *args, **params: jax.jit(functools.partial(_guard_p.bind, **params))(*args))
-_guard_p.def_abstract_eval(lambda one, bad, **_: one)
+_guard_p.def_abstract_eval(lambda one, *_, **__: one)
 compat.ad.primitive_jvps[_guard_p] = lambda primals, tangents, **params: (
     _guard_p.bind(*primals, **params),
     tangents[0],
 )
-compat.batching.primitive_batchers[_guard_p] = lambda args, dims, **params: (
-    _guard_p.bind(jnp.ones((), jnp.float32), jnp.any(args[1]), **params),  # one of a batch is enough
-    compat.not_mapped,
-)
 
 
-def _lower_guard(context: Any, one: Any, bad: Any, *, message: str) -> Any:
+def _batch_guard(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """One of a batch is enough: the first."""
+    _, bad, *details = args
+    first = jnp.argmax(jnp.broadcast_to(bad, jnp.shape(bad) or (1,)))
+    details = [
+        a if d is compat.not_mapped else lax.dynamic_index_in_dim(a, first, d, keepdims=False)
+        for a, d in zip(details, dims[2:], strict=True)
+    ]
+    one = jnp.ones((), jnp.float32)
+    return _guard_p.bind(one, jnp.any(bad), *details, **params), compat.not_mapped
+
+
+compat.batching.primitive_batchers[_guard_p] = _batch_guard
+
+
+def _lower_guard(context: Any, one: Any, bad: Any, *details: Any, report: Any) -> Any:
     """Raised on one device alone, an error would leave the others waiting for it for ever."""
 
-    def raising(one: Any, bad: Any) -> Any:
-        return eqx.error_if(one, bad, message)
+    def fail(*details: Any) -> Any:
+        # JAX wraps what a callback raises in its own error, below a long traceback. So the message is
+        # written first, where it is read first.
+        error = report(*map(np.asarray, details))
+        print(f"moonwalk.{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise error
 
-    def silent(one: Any, bad: Any) -> Any:
+    def raising(one: Any, bad: Any, *details: Any) -> Any:
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        return lax.cond(bad, lambda: jax.pure_callback(fail, number, *details), lambda: one)
+
+    def silent(one: Any, bad: Any, *details: Any) -> Any:
+        del details
         return jnp.where(bad, jnp.nan, one)
 
     run = compat.on_every_device(context, raising) or silent
-    return compat.mlir.lower_fun(run, multiple_results=False)(context, one, bad)
+    return compat.mlir.lower_fun(run, multiple_results=False)(context, one, bad, *details)
 
 
 compat.mlir.register_lowering(_guard_p, _lower_guard)

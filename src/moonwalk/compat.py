@@ -1,12 +1,13 @@
 """The only module that touches JAX internals or asks for JAX's version.
 
 JAX 0.11 merged `Jaxpr` with `ClosedJaxpr` and changed `scan`'s parameters; Python 3.11 stops at JAX
-0.10.2, so both forms live side by side here and nowhere else.
+0.10, so both forms live side by side here and nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import math
 import os
@@ -16,9 +17,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jaxlib
 import numpy as np
 
-MINIMUM_JAX = (0, 10, 2)
+MINIMUM_JAX = (0, 10, 1)
+
+# Releases that compute wrong numbers: their version, and what is known of the defect. A lower bound
+# alone would let them in, and nothing that this package does would be right on them.
+DEFECTIVE_JAX = {
+    (
+        0,
+        10,
+        2,
+    ): "its CPU compiler returns wrong numbers for a vmapped matrix-vector product followed by a "
+    "reduction (https://github.com/jax-ml/jax/issues/39103)",
+}
+
+# The pass by which XLA's CPU compiler deletes barriers in JAX 0.10.
+_EXPANDER = "cse_barrier_expander"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -26,17 +42,26 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
 
 
-def refuse_unsupported_jax(version: str) -> None:
-    """Fail at import, with a sentence, rather than later, with a riddle."""
+def refuse_unsupported_jax(version: str, jaxlib: str | None = None) -> None:
+    """Fail at import, with a sentence, rather than later, with a riddle or a wrong number."""
+    needed = ".".join(map(str, MINIMUM_JAX))
+    bounds = ",".join([f">={needed}", *(f"!={'.'.join(map(str, bad))}" for bad in DEFECTIVE_JAX)])
+    install = f'pip install --upgrade "jax{bounds}"'
     if version_tuple(version) < MINIMUM_JAX:
-        needed = ".".join(map(str, MINIMUM_JAX))
         raise ImportError(
             f"moonwalk needs JAX {needed} or newer, but JAX {version} is installed; "
-            f'upgrade it with: pip install --upgrade "jax>={needed}"'
+            f"upgrade it with: {install}"
         )
+    for name, found in (("JAX", version), ("jaxlib", jaxlib or version)):
+        defect = DEFECTIVE_JAX.get(version_tuple(found))
+        if defect is not None:
+            raise ImportError(
+                f"moonwalk does not run on {name} {found}: {defect}. Install another release: {install} "
+                "(on Python 3.11 that is JAX 0.10.1; newer releases need Python 3.12)"
+            )
 
 
-refuse_unsupported_jax(jax.__version__)
+refuse_unsupported_jax(jax.__version__, jaxlib.__version__)
 
 
 def barrier_options() -> dict[str, str | bool]:
@@ -45,10 +70,43 @@ def barrier_options() -> dict[str, str | bool]:
     XLA's CPU compiler deletes barriers in JAX 0.10; other backends and versions need nothing.
     """
     old = version_tuple(jax.__version__) < (0, 11)
+    return {"xla_disable_hlo_passes": _EXPANDER} if old and jax.default_backend() == "cpu" else {}
+
+
+_keeping_barriers = contextvars.ContextVar("keeping_barriers", default=False)
+
+
+@contextlib.contextmanager
+def keeping_barriers() -> Iterator[None]:
+    """What is planned and traced inside is compiled with `barrier_options`."""
+    token = _keeping_barriers.set(True)
+    try:
+        yield
+    finally:
+        _keeping_barriers.reset(token)
+
+
+def compiled(jitted: Any, *args: Any, **options: str | bool) -> Any:
+    """A program of a jitted function for arguments, or types, like these, with its barriers."""
+    with keeping_barriers():
+        lowered = jitted.lower(*args)
+    return lowered.compile(compiler_options=(barrier_options() | options) or None)
+
+
+def deleted_barriers() -> str | None:
+    """What to say of a plan that relies on barriers, where programs are compiled without them.
+
+    None where they stay: by version, by backend, by `keeping_barriers`, or by XLA_FLAGS.
+    """
+    options = barrier_options()
+    if not options or _keeping_barriers.get() or _EXPANDER in os.environ.get("XLA_FLAGS", ""):
+        return None
     return (
-        {"xla_disable_hlo_passes": "cse_barrier_expander"}
-        if old and jax.default_backend() == "cpu"
-        else {}
+        f"JAX {jax.__version__} deletes optimization barriers when it compiles for a CPU, and merges "
+        "what is computed again with what was computed first, which is then kept; compile with "
+        f"jax.jit(fun, compiler_options={options}), set XLA_FLAGS=--xla_disable_hlo_passes={_EXPANDER} "
+        "before JAX starts, scan over the layers, or use Python 3.12 or newer, for which there are "
+        "releases of JAX that keep barriers"
     )
 
 
@@ -138,6 +196,7 @@ __all__ = [
     "on_every_device",
     "open_jaxpr",
     "origin",
+    "runs",
     "scan_counts",
     "sees_devices",
     "sharded_axes",
@@ -174,6 +233,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     """Every jaxpr that an equation holds: of calls, loops, branches."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
     return [open_jaxpr(v)[0] for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+
+
+def runs(eqn: JaxprEqn, primitive: Primitive) -> bool:
+    """Whether an equation is of this primitive, or calls one that is."""
+    return eqn.primitive is primitive or any(
+        runs(e, primitive) for inner in inner_jaxprs(eqn) for e in inner.eqns
+    )
 
 
 class ScanCounts(NamedTuple):
@@ -235,6 +301,13 @@ _CHECKPOINT = "moonwalk.checkpoint"
 def checkpoint_mark(eqn: JaxprEqn) -> Any:
     """What is traced inside is marked if the equation is a `jax.checkpoint`."""
     return jax.named_scope(_CHECKPOINT) if eqn.primitive is remat_p else contextlib.nullcontext()
+
+
+def checkpointed_as(eqn: JaxprEqn, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in a `jax.checkpoint` like the equation's, if that is one."""
+    if eqn.primitive is not remat_p:
+        return fun
+    return jax.checkpoint(fun, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
 
 
 def in_checkpoint(eqn: JaxprEqn) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,16 +61,44 @@ class custom_vijp:
         self.fun = fun
         self.nondiff_argnums = tuple(nondiff_argnums)
         self.rule: Callable[[Any, Any], Any] | MatrixFree | None = None
+        self.gain: float | Callable[..., Any] | None = None
         self.pair: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.inverse: Callable[..., Any] | None = None
         functools.update_wrapper(self, fun)
 
-    def defvijp(self, rule: Any) -> Any:
+    def defvijp(self, rule: Any = None, *, gain: float | Callable[..., Any] | None = None) -> Any:
         """Set the rule: `rule(*nondiff, primals, h) -> h'`, or `moonwalk.MatrixFree(...)`.
 
         `primals` are the arguments of the call without the `nondiff` ones (of which there are none by
         default), `h` is the cotangent of the first of them, `h'` that of the output, in its pytree.
+
+        `gain` states how much the rule multiplies relative error in h: 1 for an isometry, the condition
+        number of the Jacobian to be safe. It is a number, or a function `gain(*others) -> number` of the
+        arguments of the call other than the state, asked where a plan is made with concrete values.
+        Without it `moonwalk.value_and_grad` does not walk through the function unless told to
+        (`tolerance=inf`). It takes the number on trust, and walks that rest on it carry their
+        certificate.
+
+        **Example:** as of the class, walked under `jit`:
+
+        >>> import jax, jax.numpy as jnp, moonwalk as mw
+        >>> @mw.custom_vijp
+        ... def mirrored(x, w):
+        ...     return jnp.abs(x @ w)
+        >>> @mirrored.defvijp(gain=1.0)        # w is orthogonal
+        ... def mirrored_vijp(primals, h):
+        ...     x, w = primals
+        ...     return jnp.where(x @ w >= 0, 1, -1) * (h @ w)
+        >>> def loss(ws, x):
+        ...     for w in ws:
+        ...         x = mirrored(x, w)
+        ...     return jnp.sum(x**2)
+        >>> ws, x = [jnp.eye(8)] * 4, jnp.ones((64, 8))
+        >>> [row.mode for row in mw.plan(loss, ws, x, method=mw.Moonwalk(walk="always")).rows][:4]
+        ['stem', 'walk', 'walk', 'walk']
         """
+        if rule is None and gain is not None:  # as a decorator with arguments
+            return functools.partial(self.defvijp, gain=gain)
         if not callable(rule) and not isinstance(rule, MatrixFree):
             raise TypeError(
                 "defvijp takes a function rule(primals, h) or moonwalk.MatrixFree(), "
@@ -77,6 +106,7 @@ class custom_vijp:
             )
         if self.rule is not None:
             raise DuplicateRuleError(f"custom_vijp: {compat.origin(self.fun)} already has a rule")
+        self.gain = gain if gain is None or callable(gain) else _checked_gain(gain, self.fun)
         self.rule = rule
         return rule
 
@@ -223,6 +253,11 @@ class custom_vijp:
                 )
             return found
 
+        def flat_gain(others: Sequence[Any]) -> float:
+            rest = jax.tree.unflatten(jax.tree.structure(primals[1:]), others[: len(leaves) - state])
+            merged = self._merged(args, (None, *rest))
+            return _checked_gain(self.gain(*merged[1:]), self.fun)  # type: ignore[operator, misc]
+
         # Traced here, as the function is: in the caller's precision, and what it closes over is seen.
         inverse: Any = None
         more: list[Any] = []
@@ -247,6 +282,7 @@ class custom_vijp:
             *more,
             call=call,
             rule=rule if callable(self.rule) else self.rule,
+            gain=flat_gain if callable(self.gain) else self.gain,
             pair=None if self.pair is None else Pair(fragment, restore),
             inverse=inverse,
             state=state,
@@ -300,7 +336,16 @@ def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
 
 
 def _batch(
-    args: Any, dims: Any, *, call: Any, rule: Any, pair: Any, inverse: Any, state: int, label: str
+    args: Any,
+    dims: Any,
+    *,
+    call: Any,
+    rule: Any,
+    gain: Any,
+    pair: Any,
+    inverse: Any,
+    state: int,
+    label: str,
 ) -> Any:
     axes = [None if d is compat.not_mapped else d for d in dims]
     size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
@@ -325,10 +370,19 @@ def _batch(
         over = jax.vmap(inverse, in_axes=(0, axes[state:]), out_axes=axes[:state], axis_size=size)
         return over(list(y), list(others))
 
+    def largest_gain(others: Any) -> float:
+        def one(i: int) -> list[Any]:
+            pairs = zip(others, axes[state:], strict=True)
+            return [a if d is None else jnp.take(a, i, d) for a, d in pairs]
+
+        batched = any(d is not None for d in axes[state:])
+        return max(gain(one(i)) for i in range(size if batched else 1))
+
     out = custom_vijp_p.bind(
         *args,
         call=jax.vmap(call, in_axes=tuple(axes)),
         rule=batched_rule if callable(rule) else rule,
+        gain=largest_gain if callable(gain) else gain,
         pair=None if pair is None else Pair(fragment, restore),
         inverse=None if inverse is None else batched_inverse,
         state=state,
@@ -385,6 +439,23 @@ class CustomRule(Rule):
             return rule.vijp(block, factors, kept, h)
         return _leaving(block, rule(kept, _arriving(block, h)), "the rule")
 
+    def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
+        gain, label = block.eqn.params["gain"], block.eqn.params["label"]
+        if gain is None:
+            reason = (
+                f"its author states no gain, so nothing bounds the error of its vijp: pass one, "
+                f"{label}.defvijp(rule, gain=...)"
+            )
+            return Gain(math.inf, mixes=True, reason=reason)
+        if not callable(gain):
+            return Gain(gain, mixes=True, assumed=True)
+        others = None if operands is None else _others(block, [compat.concrete(a) for a in operands])
+        if others is None or any(a is None for a in others):
+            reason = f"the gain of `{label}` is a function of values: plan with concrete arguments"
+            return Gain(math.inf, mixes=True, reason=reason)
+        with compat.evaluated_now():
+            return Gain(gain(others), mixes=True, assumed=True)
+
     def inverts(self, block: Block) -> Verdict:
         eqn, label = block.eqn, block.eqn.params["label"]
         if eqn.params["inverse"] is None:
@@ -395,9 +466,7 @@ class CustomRule(Rule):
 
     def inverse(self, block: Block, operands: Sequence[Any], y: State) -> State:
         eqn, given = block.eqn, dict(zip(block.outputs, y, strict=True))
-        values = dict(zip(block.operands, operands, strict=True))
-        state, others = eqn.invars[: eqn.params["state"]], eqn.invars[eqn.params["state"] :]
-        others = [v.val if isinstance(v, compat.Literal) else values[v] for v in others]
+        state, others = eqn.invars[: eqn.params["state"]], _others(block, operands)
         found = eqn.params["inverse"]([given[v] for v in eqn.outvars], others)
         for v, a in zip(state, found, strict=True):
             if jnp.shape(a) != v.aval.shape:
@@ -475,6 +544,27 @@ def _arguments(block: Block, x: State, operands: Sequence[Any]) -> list[Any]:
     """The flat arguments of the call."""
     values = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
     return [v.val if isinstance(v, compat.Literal) else values[v] for v in block.eqn.invars]
+
+
+def _others(block: Block, operands: Sequence[Any]) -> list[Any]:
+    """The flat arguments of the call without the state."""
+    values = dict(zip(block.operands, operands, strict=True))
+    others = block.eqn.invars[block.eqn.params["state"] :]
+    return [v.val if isinstance(v, compat.Literal) else values[v] for v in others]
+
+
+def _checked_gain(gain: Any, fun: Callable[..., Any]) -> float:
+    """A gain as a number."""
+    try:
+        found = float(gain)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not 1 <= found < math.inf or isinstance(gain, bool | str):
+        raise ValueError(
+            f"custom_vijp: the gain of {compat.origin(fun)} must be a finite number of at least 1 (1 of "
+            f"an isometry), or a function of the operands that returns one, got {gain!r}"
+        )
+    return found
 
 
 def _arriving(block: Block, h: State) -> list[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -103,8 +104,9 @@ def declare(
     declared. Of a kernel only what can be seen without the convolution's stride and padding is
     checked here; the rest when `moonwalk.vijp` meets the convolution. `groups` tells this check that the
     kernel [..., in / groups, out] is that of a convolution in groups, each of which has a pivot. `taps`
-    says which tap of a kernel has the structure, for the convolution as it is written: a zero pad in
-    front of it is then not taken for its padding, under which another tap would be the pivot.
+    says which tap of a kernel [*taps, in, out] has the structure, one index per spatial axis, for the
+    convolution as it is written: a zero pad in front of it is then not taken for its padding, under
+    which another tap would be the pivot.
 
     **Example:**
 
@@ -129,10 +131,29 @@ def declare(
         )
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"declare: weights must be real floating-point arrays, got {w.dtype}")
+    taps = None if taps is None else _checked_taps(taps, w.shape)
     if (values := compat.concrete(w)) is not None:
-        _check_concrete(values, structure, groups)
-    taps = None if taps is None else tuple(int(t) for t in taps)
+        _check_concrete(values, structure, groups, taps)
     return declare_p.bind(w, structure=structure, in_axis=w.ndim - 2, out_axis=w.ndim - 1, taps=taps)
+
+
+def _checked_taps(taps: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One index for each of the axes before [in, out], or for the last of them in a stack of kernels."""
+    given = tuple(taps) if isinstance(taps, Sequence) and not isinstance(taps, str) else (taps,)
+    whole = all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in given)
+    spatial = shape[: len(shape) - 2][-len(given) :] if given else ()
+    if not whole or not given or len(spatial) != len(given):
+        raise ValueError(
+            "declare: taps is a sequence of whole numbers, one for each spatial axis of a kernel "
+            f"[*taps, in, out], got {taps!r} for an array of shape {shape}"
+        )
+    if not all(0 <= t < n for t, n in zip(given, spatial, strict=True)):
+        raise ValueError(
+            f"declare: taps={given} is none of the taps of a kernel [*taps, in, out] of shape {shape}: "
+            f"indices run from 0 to {tuple(n - 1 for n in spatial)}. A kernel in another layout is "
+            "transposed before it is declared, and back after"
+        )
+    return tuple(int(t) for t in given)
 
 
 # --- the primitive: an identity under every transformation ---------------------------------------
@@ -193,18 +214,34 @@ def allowed_defect(dtype: Any, size: int, structure: str) -> float:
     return tolerance(dtype, size) if structure in ("orthogonal", "isometric") else 0.0
 
 
-def _check_concrete(values: np.ndarray, structure: str, groups: int) -> None:
+def _check_concrete(
+    values: np.ndarray, structure: str, groups: int, taps: tuple[int, ...] | None
+) -> None:
     dtype = values.dtype
     if not values.size:
         return
     values = np.asarray(values, np.promote_types(np.float32, dtype) if dtype.itemsize > 2 else "f4")
-    with compat.evaluated_now():
-        readings = [np.asarray(d) for d in _readings(values, structure, groups)]
+    if not np.isfinite(values).all():
+        what = "NaN" if np.isnan(values).any() else "infinity"
+        places = [tuple(map(int, p)) for p in np.argwhere(~np.isfinite(values))]
+        raise DeclarationError(
+            f"declare: the array {dtype}{list(values.shape)} holds {what} (at {places[0]}; "
+            f"{len(places)} of {values.size} entries are not finite), so it is not {structure}. Look "
+            "for the step that made it: a learning rate too high, or an overflow."
+        )
+    with compat.evaluated_now(), jax.debug_nans(False):
+        if taps is not None and structure != "isometric":
+            tap = values[(..., *taps, slice(None), slice(None))]
+            parts = np.split(tap, groups, -1) if tap.shape[-1] % groups == 0 else [tap]
+            readings = [np.asarray(max(np.max(np.asarray(defect(p, structure))) for p in parts))]
+        else:
+            readings = [np.asarray(d) for d in _readings(values, structure, groups)]
     limit = allowed_defect(dtype, max(values.shape), structure)
     worst = min(float(np.max(d)) for d in readings)
     if not worst <= limit:
         raise DeclarationError(
-            f"declare: the array {dtype}{list(values.shape)} is not {structure}: "
+            f"declare: the array {dtype}{list(values.shape)} is not {structure}"
+            + (": " if taps is None else f" at its tap {taps}: ")
             + (
                 f"its largest entry off the {structure} pattern is {worst:.3g}"
                 if limit == 0.0

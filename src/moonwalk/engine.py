@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from . import certificate, checks, compat, graph, phases, planning, plans, sources, staging, trunk
-from .certificate import Certificate
+from .certificate import Findings, Measured
 from .compat import Literal
 from .costs import NodeCost, node_costs
 from .declare import declare_p
@@ -32,8 +32,6 @@ from .sources import Book, Options
 from .staging import Staged
 from .trunk import Trunk
 from .walks import Env, Walk
-
-Errors = tuple[list[Any], list[Any]]  # of all samples, and of those at the ends of walks
 
 
 class Staging(NamedTuple):
@@ -61,7 +59,7 @@ def stage(
     names: Sequence[str] = (),
 ) -> Staging:
     """`fun(*leaves, *others)` returns a flat list whose first entry is the loss."""
-    staged = staging.stage(fun, *leaves, *others)
+    staged = staging.stage(fun, *leaves, *others, differentiated=len(leaves))
     order = tuple(staged.jaxpr.invars[: len(leaves)])
     staged = staged._replace(names={**staged.names, **dict(zip(order, names, strict=False))})
     weights = tuple(v for v, i in zip(order, is_input, strict=True) if not i)
@@ -94,24 +92,29 @@ class Engine:
         self.weight_side = WeightSide(cut, staging.weights, results)
         self.data_side = DataSide(cut, results)
 
-    def __call__(self, *flat: Any) -> tuple[list[Any], list[Any], Certificate]:
-        """([loss and auxiliary outputs], gradients, certificate); its derivative is JAX's."""
+    @property
+    def places(self) -> list[certificate.Place]:
+        """Where errors are measured, in the order of the reverse pass."""
+        return [place for segment in reversed(self.segments) for place in segment.places]
+
+    def __call__(self, *flat: Any) -> tuple[list[Any], list[Any], Findings]:
+        """([loss and auxiliary outputs], gradients, errors at `places`); its derivative is JAX's."""
 
         @jax.custom_jvp
         def run(*flat: Any) -> Any:
             out, gradients, errors = self.run(*flat)
-            return out, gradients, certificate.summary(errors)
+            return out, gradients, Findings.of(errors, self.places)
 
         @run.defjvp
         def _(primals: Any, tangents: Any) -> Any:
             (out, gradients), (d_out, d_gradients) = jax.jvp(self.reference, primals, tangents)
-            exact = Certificate.exact()
-            return (out, gradients, exact), (d_out, d_gradients, exact)
+            exact = Findings.none(self.places)
+            return (out, gradients, exact), (d_out, d_gradients, exact.tangent())
 
         return run(*flat)
 
-    def run(self, *flat: Any) -> tuple[list[Any], list[Any], Errors]:
-        """([loss and auxiliary outputs], gradients, sampled errors)."""
+    def run(self, *flat: Any) -> tuple[list[Any], list[Any], list[Measured]]:
+        """([loss and auxiliary outputs], gradients, the errors that were measured)."""
         fixed, x, leaves = self.environments(flat)
         out = Ledger()
         with jax.named_scope("moonwalk"):
@@ -120,7 +123,7 @@ class Engine:
             with jax.named_scope("sides"):
                 pulled = self.weight_side.pull(fixed, out.found)
         gradients = dict(zip(self.staging.weights, pulled, strict=True))
-        gradients.update((v, h[v]) for v in self.staging.inputs if v in h)
+        gradients.update((v, h[v].astype(v.aval.dtype)) for v in self.staging.inputs if v in h)
         return values, [gradients.get(v, jnp.zeros_like(a)) for v, a in leaves.items()], errors
 
     def environments(self, flat: Sequence[Any]) -> tuple[Env, Env, Env]:
@@ -138,8 +141,8 @@ class Engine:
 
     def phases(
         self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
-    ) -> tuple[list[Any], Env, Errors]:
-        """The three phases: (the jaxpr's results, cotangents at the trunk's entry, sampled errors).
+    ) -> tuple[list[Any], Env, list[Measured]]:
+        """The three phases: (the jaxpr's results, cotangents at the trunk's entry, measured errors).
 
         `again`: another pass prints and calls back.
         """
@@ -179,7 +182,6 @@ class Circumstances(NamedTuple):
     `values`: of the jaxpr's inputs, where gains are to be measured; `fused`: for `fused_update`.
     """
 
-    certify: bool
     signature: tuple[tuple[str, str], ...]
     gains: Iterable[tuple[Any, Gain]]
     values: dict[Any, Any] | None
@@ -197,15 +199,17 @@ class Draft(NamedTuple):
     plain: Choice  # without walks
 
     def describe(self, choice: Choice, method: Any, signature: Any) -> Plan:
-        """The choice as a user reads it."""
+        """The choice as a user reads it, its certificates held to the tolerance."""
         side = self.cut.weight_side
+        tolerance = planning.tolerance_of(self.cut, method, choice.segments, self.tolerance)
+        planning.hold_to(tolerance, self.cut, method, choice.segments)
         return plans.describe(
             self.cut,
             choice,
             self.plain,
             self.costs,
             method,
-            planning.tolerance_of(self.cut, method, choice.segments, self.tolerance),
+            tolerance,
             signature,
             tuple(self.book.recorded.items()),
             sum(nbytes(v.aval) for e in side if _computes(e) for v in e.outvars),
@@ -216,7 +220,6 @@ def draft(
     staging: Staging,
     method: Any,
     *,
-    certify: bool,
     gains: Iterable[tuple[Any, Gain]] = (),
     values: dict[Any, Any] | None = None,
     fused: bool = False,
@@ -232,7 +235,7 @@ def draft(
             ):
                 graph.run([e], values)
     book = Book(gains, values)
-    options, tolerance = planning.options_for(whole, method, certify)
+    options, tolerance = planning.options_for(whole, method)
     costs = node_costs(whole, fused=fused)
     plain = planning.choose_segments(whole, options, costs, book, walks=False)
     return Draft(whole, book, options, tolerance, costs, plain)
@@ -244,19 +247,11 @@ def plan(
     call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """Cut, cost and plan."""
-    made = draft(
-        staging, method, certify=call.certify, gains=call.gains, values=call.values, fused=call.fused
-    )
+    made = draft(staging, method, gains=call.gains, values=call.values, fused=call.fused)
     whole, book, options, _, costs, plain = made
     choice = planning.choose_segments(whole, options, costs, book)
     if plain.peak <= plans.WORTH * choice.peak and not options.always:
         choice = plain
-    heeded = method.on_inexact != "ignore"
-    if not call.certify and heeded and any(s.is_estimated for s in choice.segments):
-        # Measured gains drift with the weights, differences may cancel, inverses round: such a segment
-        # carries its check.
-        options.certify = True
-        choice = planning.choose_segments(whole, options, costs, book)
     heed_weights(choice, book)
     return Engine(staging, whole, choice.segments), made.describe(choice, method, call.signature)
 

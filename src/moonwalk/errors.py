@@ -70,5 +70,9 @@ class NonFiniteError(MoonwalkError, ArithmeticError):
     """Training met a loss or a gradient that is not finite."""
 
 
+class WriteError(MoonwalkError, OSError):
+    """A file or a folder that could not be written; the message says which, and why."""
+
+
 class PlanWarning(UserWarning):
-    """A plan saves little; the message names the costliest block and what would help."""
+    """A plan saves little, or less than it says; the message names the reason and what would help."""

@@ -12,7 +12,6 @@ error that would grow past the tolerance have no way out, and are refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,15 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import compat, engine, graph, seeds, sources
+from . import compat, engine, graph, planning, seeds, sources
+from .certificate import Measured, Place
 from .compat import Literal
 from .engine import Circumstances, Engine, Staging
 from .errors import NotSubmersiveError
 from .ledger import Ledger
 from .methods import PureForward
-from .planning import Choice, state_dtype
+from .planning import Choice
 from .plans import Plan
 from .residuals import nbytes
+from .scale import Cotangents
 from .scans import ScanStep
 from .segments import Plain, live_bytes
 from .sources import Book, Options
@@ -51,34 +52,16 @@ def plan(
     call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """As `engine.plan`. The closure is always computed, and heeded: it costs a few jvps of the head."""
-    made = engine.draft(
-        staging, method, certify=False, gains=call.gains, values=call.values, fused=call.fused
-    )
+    made = engine.draft(staging, method, gains=call.gains, values=call.values, fused=call.fused)
     choice, parts = choose(made.cut, made.options, made.book, method)
     engine.heed_weights(choice, made.book)
     described = made.describe(choice, method, call.signature)
     rows = tuple(replace(r, bytes=0) for r in described.rows)  # nothing is kept from phase to phase
     tolerance = described.tolerance
     if method.tolerance is None:
-        tolerance = max(tolerance, _rounding(made.cut, parts.walk))
+        tolerance = max(tolerance, planning.rounding(made.cut, parts.walk))
     described = replace(described, rows=rows, tolerance=tolerance, checked=True, jvps=parts.jvps)
-    return ForwardEngine(staging, made.cut, parts, method), described
-
-
-def _rounding(cut: Trunk, walk: Walk) -> float:
-    """How far <h, v> and dJ[v] may differ where nothing is lost: both are rounded block by block.
-
-    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block.
-    """
-
-    def blocks(walk: Walk) -> int:
-        return sum(
-            s.length * blocks(s.walk) if isinstance(s, ScanStep) else 1
-            for s in walk.steps
-            if s.is_walked
-        )
-
-    return float(jnp.finfo(state_dtype(cut)).eps) * math.sqrt(2 * blocks(walk))
+    return ForwardEngine(staging, made.cut, parts, method, tolerance), described
 
 
 class Parts(NamedTuple):
@@ -124,7 +107,8 @@ def choose(cut: Trunk, options: Options, book: Book, method: PureForward) -> tup
         if isinstance(step, ScanStep):
             _keep_nothing(step)
     found = _seeds(cut, walk)
-    count = sum(s.variable.aval.size for s in found)
+    reals = [2 if jnp.iscomplexobj(s.variable.aval) else 1 for s in found]
+    count = sum(r * s.variable.aval.size for r, s in zip(reals, found, strict=True))
     if method.per_example and found:
         examples = {s.variable.aval.shape[:1] for s in found}
         if len(examples) > 1 or examples == {()}:
@@ -218,17 +202,27 @@ class ForwardEngine(Engine):
         cut: Trunk,
         parts: Parts,
         method: PureForward,
+        tolerance: float,
     ):
         super().__init__(staging, cut, parts.segments)
         self.stem, self.walk, self.head, self.seeds, _ = parts
-        self.method = method
+        self.method, self.tolerance = method, tolerance
         self.sums = self._sums() if method.per_example and self.seeds else None
+
+    @property
+    def places(self) -> list[Place]:
+        """The end of the sweep."""
+        nodes = [s.node for s in self.walk.steps[: self.walk.end] if s.block.eqns]
+        block, line = "the loss", ""
+        if nodes:
+            block, line = nodes[-1].describe(), compat.source_line(nodes[-1].block.eqns[-1])
+        return [Place("seed", block, line, self.tolerance, ends=True)]
 
     def phases(
         self, fixed: Env, x: Env, out: Ledger, *, again: bool = False
-    ) -> tuple[list[Any], Env, tuple[list[Any], list[Any]]]:
+    ) -> tuple[list[Any], Env, list[Measured]]:
         """(values of the jaxpr's results, cotangents of the network's inputs, errors)."""
-        walk, h = self.walk, {}
+        walk, h = self.walk, Cotangents()
         held = (
             self.stem.phase_one(fixed, x, self.results, again=again) if self.stem is not None else None
         )
@@ -247,18 +241,21 @@ class ForwardEngine(Engine):
         entry = dict(h)
         hold((start, list(start)), (h, list(h)))
         with jax.named_scope("phase_3"):
+            scales = walk.unscaled()
             memos = [
-                s.back(fixed, None, h, out) if s.is_stem else s.no_memo(of_scans.get(walk.start + i, ()))
-                for i, s in enumerate(walk.steps)
+                s.back(fixed, None, h, scale, out)
+                if s.is_stem
+                else s.no_memo(of_scans.get(walk.start + i, ()))
+                for i, (s, scale) in enumerate(zip(walk.steps, scales, strict=True))
             ]
             factors = [None if s.node.is_scan else s.prepare(fixed) for s in walk.steps]
             if self.stem is not None:
                 self.stem.reverse(fixed, held, entry, out)
-            samples = [()] * len(walk.steps)
-            walk.phase_three(fixed, None, memos, samples, factors, start, h, out)
+            sketches = [()] * len(walk.steps)
+            walk.phase_three(fixed, None, memos, sketches, scales, factors, start, h, out)
         with jax.named_scope("closure"):
             error = self._closure(fixed, start, h)
-        return values, entry, ([error], [error])
+        return values, entry, [Measured(error, *self.places)]
 
     def _values_and_head(self, fixed: Env, x: Env, out: Ledger, *, again: bool) -> list[Any]:
         """The jaxpr's results; the head hands out its gradients on the way."""
@@ -359,13 +356,13 @@ class ForwardEngine(Engine):
         tail = self._tail(fixed, x, nodes, [Seed(v) for v in ends], [self.cut.outputs[0]])
         at = [x[v] for v in ends]
         wide = [h[v].astype(compat.working_dtype(h[v].dtype)) for v in ends]
-        size = jnp.sqrt(sum(jnp.sum(a**2) for a in wide))
+        size = jnp.sqrt(sum(jnp.sum(jnp.abs(a) ** 2) for a in wide))
 
         def difference(key: Any) -> Any:
             keys = jax.random.split(key, len(at))
             v = [jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, at, strict=True)]
             expected = jax.jvp(lambda *a: tail(*a)[0], tuple(at), tuple(v))[1]
-            found = sum(jnp.sum(a * b) for a, b in zip(wide, v, strict=True))
+            found = sum(jnp.sum(jnp.real(a * b)) for a, b in zip(wide, v, strict=True))
             return jnp.abs(found - expected) / jnp.maximum(size, jnp.finfo(size.dtype).tiny)
 
         keys = jax.random.split(jax.random.key(0), DIRECTIONS)

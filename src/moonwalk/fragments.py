@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from . import registry
+from . import registry, settings
 from .graph import Block
 from .registry import Rule, State, Verdict
 
@@ -42,13 +42,9 @@ class Fragment:
     stagger: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.span, int) or isinstance(self.span, bool) or self.span < 2:
-            raise ValueError(
-                f"Fragment: span counts the positions that one fragment serves, at least 2, got "
-                f"{self.span!r}"
-            )
-        if not isinstance(self.stagger, bool):
-            raise ValueError(f"Fragment: stagger is True or False, got {self.stagger!r}")
+        what = "counts the positions that one fragment serves"
+        object.__setattr__(self, "span", settings.count("Fragment", "span", self.span, 2, what))
+        object.__setattr__(self, "stagger", settings.flag("Fragment", "stagger", self.stagger))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import certificate, compat, gradient
-from .certificate import Certificate
+from . import compat, gradient
+from .certificate import Certificate, Findings, summary
 from .engine import Engine
 from .gradient import Call, Method
 from .methods import Moonwalk
@@ -72,7 +72,7 @@ def fused_update(
     def step(params: Any, opt_state: Any, *data: Any, **kwargs: Any) -> Any:
         call = Call("fused_update", fun, 0, has_aux, (params, *data), kwargs)
         value, aux, params, opt_state, found = call.measuring(
-            method, lambda: _step(call, optimizer, params, opt_state, settings, certify)
+            method, lambda: _step(call, optimizer, params, opt_state, settings)
         )
         result = ((value, aux) if has_aux else value, params, opt_state)
         return (*result, found) if certify else result
@@ -81,22 +81,22 @@ def fused_update(
 
 
 def _step(
-    call: Call, optimizer: Any, params: Any, opt_state: Any, method: Planned | Plan, certify: bool
+    call: Call, optimizer: Any, params: Any, opt_state: Any, method: Planned | Plan
 ) -> tuple[Any, Any, Any, Any, Certificate]:
     """(value, auxiliary data, new parameters, new state, certificate)."""
-    engine, described, staged = call.plan(method, certify=certify, fused=True)
+    engine, _, staged = call.plan(method, fused=True)
     leaves, tree = [jnp.asarray(a) for a in call.leaves], jax.tree.structure(params)
     update = Fused(engine, optimizer, jax.tree.unflatten(tree, leaves), opt_state)
     out, new, found = update(leaves, (*call.others, *staged.staged.consts))
-    if described.checked:
-        settings = method.method if isinstance(method, Plan) else method
-        own = [k for k in update.program.owned if jnp.issubdtype(new[k].dtype, jnp.inexact)]
-        heeded = gradient.heed([new[k] for k in own], found, described, settings)
-        for k, a in zip(own, heeded, strict=True):
-            new[k] = a
+    settings = method.method if isinstance(method, Plan) else method
+    own = [k for k in update.program.owned if jnp.issubdtype(new[k].dtype, jnp.inexact)]
+    heeded = gradient.heed([new[k] for k in own], found, engine.places, settings)
+    for k, a in zip(own, heeded, strict=True):
+        new[k] = a
     new_params, new_state = new[: len(leaves)], new[len(leaves) :]
     state = jax.tree.unflatten(update.program.state_tree, new_state)
-    return *call.results(out), jax.tree.unflatten(tree, new_params), state, found
+    certificate = summary(found, engine.places)
+    return *call.results(out), jax.tree.unflatten(tree, new_params), state, certificate
 
 
 class Fused:
@@ -108,8 +108,8 @@ class Fused:
         self.fusing = Fusing(engine.cut, engine.weight_side, staging.order, engine.segments)
         self.program = Program(optimizer, params, state, self.fusing.layered)
 
-    def __call__(self, leaves: Any, rest: Any) -> tuple[Any, list[Any], Certificate]:
-        """([loss and auxiliary outputs], new parameters and state, certificate)."""
+    def __call__(self, leaves: Any, rest: Any) -> tuple[Any, list[Any], Findings]:
+        """([loss and auxiliary outputs], new parameters and state, measured errors)."""
 
         @jax.custom_jvp
         def run(leaves: Any, state: Any, rest: Any) -> Any:
@@ -143,7 +143,7 @@ class Fused:
         out, new, errors = self._pass(env, leaves, rest)
         with jax.named_scope("optimizer"):
             new = {**new, **program.rest(env)}
-        found = certificate.summary(errors)
+        found = Findings.of(errors, self.engine.places)
         return out, [new[k] for k in range(len(program.outputs))], found
 
     def _pass(self, env: Any, leaves: Any, rest: Any, *, norms: bool = False) -> Any:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import baselines, checkpointing, checks, compat, engine, forward, reversing
-from .certificate import Certificate
+from . import baselines, checkpointing, checks, compat, engine, forward, plans, reversing
+from .certificate import Certificate, Findings, Place, summary
 from .engine import Engine
-from .errors import InexactError, PlanMismatchError, PlanWarning
+from .errors import DeclarationError, InexactError, PlanMismatchError, PlanWarning
 from .methods import (
     Backprop,
     Checkpoint,
@@ -44,6 +46,8 @@ def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     *,
     method: Method = _DEFAULT,
     certify: bool = False,
@@ -61,10 +65,14 @@ def value_and_grad(
 
     **Arguments:**
 
-    - `fun`: returns a real scalar, or with `has_aux` a pair of it and anything.
+    - `fun`: returns a real scalar (with `holomorphic` a complex one), or with `has_aux` a pair of it and
+        anything.
     - `argnums`: the positional argument(s) to differentiate. They are weights; name those that are
         network inputs in `Moonwalk(inputs=...)`.
     - `has_aux`: whether `fun` returns auxiliary data.
+    - `holomorphic`: whether `fun` is promised to be holomorphic; inputs and output are then complex.
+    - `allow_int`: whether differentiated arguments may hold integers, Booleans and random keys. Their
+        gradients are zeros of dtype `float0`.
     - `method`: a row of the paper's Table 1, or a plan that `moonwalk.plan` returned: `Moonwalk`,
         `PureForward`, `Backprop`, `Checkpoint`, `Forward`, `ProjectedForward`, `Reversible`.
     - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
@@ -82,11 +90,12 @@ def value_and_grad(
     """
     check_method(method)
     _check_certify("value_and_grad", method, certify)
+    _check_holomorphic("value_and_grad", method, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs)
-        value, aux, gradients, found = call.differentiate(method, certify)
+        call = Call("value_and_grad", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
+        value, aux, gradients, found = call.differentiate(method)
         value = (value, aux) if has_aux else value
         return (value, gradients, found) if certify else (value, gradients)
 
@@ -97,6 +106,8 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     *,
     method: Method = _DEFAULT,
     certify: bool = False,
@@ -114,11 +125,12 @@ def grad(
     """
     check_method(method)
     _check_certify("grad", method, certify)
+    _check_holomorphic("grad", method, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = Call("grad", fun, argnums, has_aux, args, kwargs)
-        _, aux, gradients, found = call.differentiate(method, certify)
+        call = Call("grad", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
+        _, aux, gradients, found = call.differentiate(method)
         result = ((gradients, aux) if has_aux else (gradients,)) + ((found,) if certify else ())
         return result if len(result) > 1 else gradients
 
@@ -131,6 +143,8 @@ def plan(
     method: Method = _DEFAULT,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """How `moonwalk.value_and_grad(fun)` differentiates at these arguments.
@@ -148,8 +162,9 @@ def plan(
     if isinstance(method, Plan):
         method = method.method
     settings = check_planned("plan", method)
-    call = Call("plan", fun, argnums, has_aux, args, kwargs)
-    return call.plan(settings, certify=False, anew=True)[1]
+    _check_holomorphic("plan", settings, holomorphic)
+    call = Call("plan", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
+    return call.plan(settings, anew=True)[1]
 
 
 def check_method(method: Any) -> None:
@@ -169,6 +184,14 @@ def _check_certify(name: str, method: Any, certify: bool) -> None:
         raise ValueError(
             f"{name}(certify=True): ProjectedForward returns an estimate, whose error no certificate "
             "bounds; leave certify out, or take an exact method"
+        )
+
+
+def _check_holomorphic(name: str, method: Any, holomorphic: bool) -> None:
+    if holomorphic and isinstance(method, Forward | ProjectedForward | PureForward):
+        raise ValueError(
+            f"{name}(holomorphic=True): {type(method).__name__} takes derivatives along real directions "
+            "only; use moonwalk.Moonwalk, moonwalk.Checkpoint or moonwalk.Backprop"
         )
 
 
@@ -195,10 +218,19 @@ class Call:
     aux_static: list[Any]  # of each auxiliary leaf: None where it is an array, else (leaf,)
 
     def __init__(
-        self, name: str, fun: Any, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: Any
+        self,
+        name: str,
+        fun: Any,
+        argnums: Any,
+        has_aux: bool,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        holomorphic: bool = False,
+        allow_int: bool = False,
     ):
         self.name, self.fun, self.has_aux, self.argnums = name, fun, has_aux, argnums
         self.args, self.kwargs = args, kwargs
+        self.holomorphic, self.allow_int = holomorphic, allow_int
         self.single = not isinstance(argnums, list | tuple)
         numbers = (argnums,) if self.single else tuple(argnums)
         if not all(isinstance(i, int | np.integer) for i in numbers) or any(
@@ -208,21 +240,46 @@ class Call:
         self.numbers = [int(i) % len(args) for i in numbers]
         if len(set(self.numbers)) < len(self.numbers):
             raise ValueError(f"{name}: argnums={argnums} names an argument twice")
-        self.leaves, self.tree = jax.tree.flatten(tuple(args[i] for i in self.numbers))
-        for leaf in self.leaves:
-            dtype = getattr(leaf, "dtype", None)
-            dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
-            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-                self._as_jax_would()
+        self.every, self.tree = jax.tree.flatten(tuple(args[i] for i in self.numbers))
+        # Of all leaves of the differentiated arguments: those that have a derivative.
+        self.has_gradient = [self._check_leaf(k, leaf) for k, leaf in enumerate(self.every)]
+        self.leaves = list(itertools.compress(self.every, self.has_gradient))
+        constant = (a for a, d in zip(self.every, self.has_gradient, strict=True) if not d)
         rest = [None if i in self.numbers else a for i, a in enumerate(args)]
         flat, self.rest_tree = jax.tree.flatten((rest, kwargs))
         self.traced = [_is_array(a) for a in flat]
         self.flat = flat
-        self.others = [a for a, t in zip(flat, self.traced, strict=True) if t]
+        self.others = [jnp.asarray(a) if _is_number(a) else a for a in constant]
+        self.others += [a for a, t in zip(flat, self.traced, strict=True) if t]
 
-    def _as_jax_would(self) -> None:
+    def _check_leaf(self, k: int, leaf: Any) -> bool:
+        """Whether leaf k is differentiated; an error where it may not be among the arguments."""
+        dtype = getattr(leaf, "dtype", None)
+        dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
+        if dtype is None:
+            raise TypeError(
+                f"{self.name}: `{self._names(every=True)[k]}` is a {type(leaf).__name__}, no array, and "
+                f"has no derivative. {_SPLIT}"
+            )
+        if jnp.issubdtype(dtype, jnp.inexact):
+            if self.holomorphic and not jnp.issubdtype(dtype, jnp.complexfloating):
+                self._as_jax_would()
+            return True
+        whole = (jnp.integer, jnp.bool_, jax.dtypes.extended)
+        if self.holomorphic or not self.allow_int or not any(jnp.issubdtype(dtype, t) for t in whole):
+            self._as_jax_would(note=f"It is `{self._names(every=True)[k]}`. {_SPLIT}")
+        return False
+
+    def _as_jax_would(self, note: str = "") -> None:
         """Let JAX say what is wrong."""
-        jax.value_and_grad(self.fun, self.argnums, self.has_aux)(*self.args, **self.kwargs)
+        try:
+            jax.value_and_grad(self.fun, self.argnums, self.has_aux, self.holomorphic, self.allow_int)(
+                *self.args, **self.kwargs
+            )
+        except Exception as error:
+            if note:
+                error.add_note(note)
+            raise
         raise TypeError(f"{self.name}: these arguments cannot be differentiated: {self.argnums=}")
 
     # -- staging ---------------------------------------------------------------------------------
@@ -237,6 +294,7 @@ class Call:
         is_input: list[bool] = []
         for i, arg in zip(self.numbers, (self.args[i] for i in self.numbers), strict=True):
             is_input += [i in inputs] * len(jax.tree.leaves(arg))
+        is_input = list(itertools.compress(is_input, self.has_gradient))
 
         def flat_fun(*values: Any) -> list[Any]:
             value = self._call(values[:count], values[count:])
@@ -247,7 +305,8 @@ class Call:
                 value, aux = value
             if not (_is_array(value) or _is_number(value)):
                 raise _NotScalar
-            if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            kind = jnp.complexfloating if self.holomorphic else jnp.floating
+            if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), kind):
                 raise _NotScalar
             aux_leaves, self.aux_tree = jax.tree.flatten(aux)
             self.aux_static = [None if _is_array(a) else (a,) for a in aux_leaves]
@@ -268,33 +327,43 @@ class Call:
             raise
 
     def _call(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
-        dynamic = jax.tree.unflatten(self.tree, leaves)
-        values = iter(others)
+        values, of_leaves = iter(others), iter(leaves)
+        every = [next(of_leaves if d else values) for d in self.has_gradient]
+        dynamic = jax.tree.unflatten(self.tree, every)
         flat = [next(values) if t else a for a, t in zip(self.flat, self.traced, strict=True)]
         args, kwargs = jax.tree.unflatten(self.rest_tree, flat)
         for i, arg in zip(self.numbers, dynamic, strict=True):
             args[i] = arg
         return self.fun(*args, **kwargs)
 
-    def _names(self) -> list[str]:
-        """'params['w']' for every differentiated leaf."""
+    def _roots(self) -> list[str]:
+        """'params' for every positional argument: the function's own name for it, if it has one."""
         try:
-            parameters = list(inspect.signature(self.fun).parameters)
+            parameters = list(inspect.signature(self.fun).parameters.values())
         except (TypeError, ValueError):
             parameters = []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [p.name for p in parameters if p.kind in kinds]
+        return [named[i] if i < len(named) else f"args[{i}]" for i in range(len(self.args))]
+
+    def _names(self, *, every: bool = False) -> list[str]:
+        """'params['w']' for every differentiated leaf, or `every` leaf of the arguments."""
+        roots = self._roots()
         names = []
         for i in self.numbers:
-            root = parameters[i] if i < len(parameters) else f"args[{i}]"
             for path, _ in jax.tree.flatten_with_path(self.args[i])[0]:
-                names.append(root + jax.tree_util.keystr(path))
-        return names
+                names.append(roots[i] + jax.tree_util.keystr(path))
+        return names if every else list(itertools.compress(names, self.has_gradient))
 
     def signature(self) -> tuple[tuple[str, str], ...]:
         """Names and types of all arrays that go in."""
-        rest = jax.tree.flatten_with_path(jax.tree.unflatten(self.rest_tree, self.flat))[0]
-        named = [(n, a) for n, a in zip(self._names(), self.leaves, strict=True)]
-        # A Python number is one eagerly, and an array under jit.
-        named += [(jax.tree_util.keystr(p), a) for p, a in rest if _is_array(a) or _is_number(a)]
+        args, kwargs = jax.tree.unflatten(self.rest_tree, self.flat)
+        named = list(zip(self._names(every=True), self.every, strict=True))
+        for root, arg in (*zip(self._roots(), args, strict=True), *kwargs.items()):
+            for path, leaf in jax.tree.flatten_with_path(arg)[0]:
+                # A Python number is one eagerly, and an array under jit.
+                if _is_array(leaf) or _is_number(leaf):
+                    named.append((root + jax.tree_util.keystr(path), leaf))
         return tuple((name, _type(a)) for name, a in named)
 
     def _is_eager(self) -> bool:
@@ -304,7 +373,7 @@ class Call:
 
     # -- planning --------------------------------------------------------------------------------
     def plan(
-        self, method: Planned | Plan, *, certify: bool, fused: bool = False, anew: bool = False
+        self, method: Planned | Plan, *, fused: bool = False, anew: bool = False
     ) -> tuple[Engine, Plan, engine.Staging]:
         """`anew`: measure gains even where an earlier call has."""
         signature = self.signature()
@@ -328,8 +397,9 @@ class Call:
             values = {
                 v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
             }
-        circumstances = engine.Circumstances(certify, signature, gains, values, fused)
+        circumstances = engine.Circumstances(signature, gains, values, fused)
         made, described = _PLANNERS[type(method)](staged, method, circumstances)
+        plans.warn_of_deleted_barriers(described)
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
         return made, described, staged
@@ -344,15 +414,15 @@ class Call:
                 raise
             return run()
 
-    def differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+    def differentiate(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
         """(value, auxiliary data, gradients, certificate)."""
-        return self.measuring(method, lambda: self._differentiate(method, certify))
+        return self.measuring(method, lambda: self._differentiate(method))
 
-    def _differentiate(self, method: Method, certify: bool) -> tuple[Any, Any, Any, Certificate]:
+    def _differentiate(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
         if isinstance(method, Backprop):
-            found, gradients = jax.value_and_grad(self.fun, self.argnums, self.has_aux)(
-                *self.args, **self.kwargs
-            )
+            found, gradients = jax.value_and_grad(
+                self.fun, self.argnums, self.has_aux, self.holomorphic, self.allow_int
+            )(*self.args, **self.kwargs)
             value, aux = found if self.has_aux else (found, None)
             return value, aux, gradients, Certificate.exact()
         leaves = [jnp.asarray(a) for a in self.leaves]
@@ -365,17 +435,24 @@ class Call:
             else:
                 out, gradients = baselines.projected(staged, method, flat, self._direction(method))
             return *self.results(out), self._as_arguments(gradients), Certificate.exact()
-        made, described, staged = self.plan(method, certify=certify)
+        made, described, staged = self.plan(method)
         if isinstance(method, Moonwalk | PureForward):
             _advise(self.fun, described)
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
-        if described.checked:
-            gradients = heed(gradients, found, described, settings)
-        return *self.results(out), self._as_arguments(gradients), found
+        gradients = heed(gradients, found, made.places, settings)
+        certificate = summary(found, made.places)
+        return *self.results(out), self._as_arguments(gradients), certificate
 
     def _as_arguments(self, gradients: Sequence[Any]) -> Any:
-        result = jax.tree.unflatten(self.tree, gradients)
+        found = iter(gradients)
+        result = jax.tree.unflatten(
+            self.tree,
+            [
+                next(found) if d else np.zeros(jnp.shape(a), jax.dtypes.float0)
+                for a, d in zip(self.every, self.has_gradient, strict=True)
+            ],
+        )
         return result[0] if self.single else result
 
     def _direction(self, method: ProjectedForward) -> list[Any] | None:
@@ -385,12 +462,12 @@ class Call:
         given = method.direction
         given = (given,) if self.single else tuple(given) if isinstance(given, list | tuple) else given
         leaves, tree = jax.tree.flatten(given)
-        if tree != self.tree or [jnp.shape(a) for a in leaves] != [jnp.shape(a) for a in self.leaves]:
+        if tree != self.tree or [jnp.shape(a) for a in leaves] != [jnp.shape(a) for a in self.every]:
             raise ValueError(
                 "ProjectedForward: direction is a prediction of the gradient and has its structure and "
-                f"shapes, {_shapes(self.tree, self.leaves)}, but it is {_shapes(tree, leaves)}"
+                f"shapes, {_shapes(self.tree, self.every)}, but it is {_shapes(tree, leaves)}"
             )
-        return [jnp.asarray(a) for a in leaves]
+        return [jnp.asarray(a) for a in itertools.compress(leaves, self.has_gradient)]
 
     def results(self, out: Sequence[Any]) -> tuple[Any, Any]:
         """(loss, auxiliary data) from the engine's flat list."""
@@ -398,6 +475,15 @@ class Call:
         values = iter(arrays)
         leaves = [next(values) if s is None else s[0] for s in self.aux_static]
         return value, jax.tree.unflatten(self.aux_tree, leaves)
+
+
+# What to do where a differentiated argument holds more than parameters, as an `eqx.Module` does.
+_SPLIT = (
+    "Differentiate the parameters alone: params, static = eqx.partition(model, eqx.is_inexact_array), "
+    "and a function of (params, ...) that calls eqx.combine(params, static); this is what "
+    "eqx.filter_value_and_grad does around jax.value_and_grad. Without Equinox, pass everything that is "
+    "no parameter as another argument."
+)
 
 
 class _NotScalar(Exception):
@@ -460,50 +546,108 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
 
 
-def heed(gradients: list[Any], found: Certificate, described: Plan, method: Planned) -> list[Any]:
-    """Act where a walk was less exact than its tolerance."""
-    if method.on_inexact == "ignore":
+def heed(gradients: list[Any], found: Findings, places: Sequence[Place], method: Planned) -> list[Any]:
+    """Act where a certificate exceeds what its place allows.
+
+    Where the reverse pass itself is not finite, neither is backpropagation's, and the gradient is NaN.
+    """
+    if method.on_inexact == "ignore" or not places:
         return gradients
-    bad = ~(found.error <= described.tolerance)
+    exceeds = found.errors > jnp.asarray([p.limit for p in places], jnp.float32)
+    bad = jnp.any(exceeds)
     if method.on_inexact == "raise":
-        text = _inexact_text(described, method)
+        report = _Report(tuple(places), method)
         known = compat.concrete(bad)
-        if known is not None:
-            if known.any():
-                raise InexactError(
-                    f"{text} (sampled error {float(np.max(np.asarray(found.error))):.2e})"
-                )
-            return gradients
-        # The check hangs on a number, not on the gradients: through its callback they would be copied.
-        bad = checks.raise_when_run(bad, bad, text)
+        if known is None:
+            # The check hangs on a number: through its callback, gradients would be copied.
+            bad = checks.raise_when_run(bad, bad, report, found.errors, found.layers)
+        elif known.any():
+            raise report(np.asarray(found.errors), np.asarray(found.layers))
+    bad = bad | jnp.any(jnp.isnan(found.errors))
     return [jnp.where(bad, jnp.nan, g).astype(g.dtype) for g in gradients]
 
 
-def _inexact_text(described: Plan, method: Planned) -> str:
-    if isinstance(method, PureForward):
-        return (
-            "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative "
-            f"by more than the tolerance {described.tolerance:.1e}: the examples are not independent "
-            "(per_example=True), a declared structure does not hold, or the weights have drifted from "
-            "those that the plan measured; leave per_example out, plan anew, or pass "
-            "on_inexact='nan' or 'ignore'"
-        )
-    if described.inverted and not described.walked:
-        return (
-            "value_and_grad: reversible layers were inverted, and did not arrive at the state that they "
-            f"started from to the tolerance {described.tolerance:.1e}: an inverse is not one, or "
-            "rounding grows too far in so many layers; "
-            + (
-                "use moonwalk.Moonwalk()"
-                if isinstance(method, Reversible)
-                else "wrap some of them in jax.checkpoint, which keeps their state"
-            )
-            + f", or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
-        )
-    return (
-        f"value_and_grad: a walk's certificate exceeds the tolerance {described.tolerance:.1e}: the "
-        "weights have drifted from those that the plan measured, a declared structure does not hold, "
-        "the cotangents of a fork's branches cancel, or a span that fragment= asks for is too long; "
-        "plan anew, ask for shorter spans, lower anchor_every, or pass "
-        "Moonwalk(on_inexact='nan' or 'ignore')"
+class _Report(NamedTuple):
+    """Makes the error of a run whose certificate is too large, from the errors at all places."""
+
+    places: tuple[Place, ...]
+    method: Planned
+
+    def __call__(self, errors: Any, layers: Any) -> Exception:
+        errors, layers = errors.reshape(-1, len(self.places)), layers.reshape(-1, len(self.places))
+        exceeds = [
+            (p.kind != "declaration", -errors[row, i] / p.limit if p.limit else -math.inf, row, i)
+            for i, p in enumerate(self.places)
+            for row in range(len(errors))
+            if errors[row, i] > p.limit
+        ]
+        *_, row, i = min(exceeds)  # a false declaration explains the rest
+        place, error = self.places[i], float(errors[row, i])
+        where = place.block
+        if place.layers:
+            where += f", layer {int(layers[row, i])} of {place.layers}"
+        if place.line:
+            where += f", at {place.line}"
+        return _ERRORS[place.kind](place, error, where, self.method)
+
+
+def _false_declaration(place: Place, error: float, where: str, method: Planned) -> Exception:
+    del method
+    return DeclarationError(
+        f"value_and_grad: {where}: the values are not what is declared. They are {error:.1e} off, more "
+        f"than rounding ({place.limit:.1e}) explains. Re-parametrise the weight so that the structure "
+        "holds while it is trained (moonwalk.nn.orthogonal, lower, diagonal), or leave the declaration "
+        "out (undeclared weights get the general solver)"
     )
+
+
+def _broken_walk(place: Place, error: float, where: str, method: Planned) -> Exception:
+    if math.isinf(error):
+        cause = (
+            "what was recovered is not finite, though the reverse pass is: a weight has become "
+            "singular, or a derivative is zero there"
+        )
+    else:
+        cause = (
+            "the weights have drifted from those that the plan measured, a declared structure or a "
+            "custom_vijp rule does not hold, the cotangents of a fork's branches cancel, or a span that "
+            "fragment= asks for is too long"
+        )
+    return InexactError(
+        f"value_and_grad: a walk's certificate exceeds the tolerance {place.limit:.1e}: the cotangent "
+        f"of {where}, is {error:.1e} off; {cause}. Plan anew, ask for shorter spans, lower "
+        f"anchor_every, or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
+    )
+
+
+def _broken_inverse(place: Place, error: float, where: str, method: Planned) -> Exception:
+    return InexactError(
+        "value_and_grad: reversible layers were inverted, and did not arrive at the state that they "
+        f"started from to the tolerance {place.limit:.1e}: the input of {where}, is {error:.1e} off; an "
+        "inverse is not one, or rounding grows too far in so many layers; "
+        + (
+            "use moonwalk.Moonwalk()"
+            if isinstance(method, Reversible)
+            else "wrap some of them in jax.checkpoint, which keeps their state"
+        )
+        + f", or pass {type(method).__name__}(on_inexact='nan' or 'ignore')"
+    )
+
+
+def _broken_seed(place: Place, error: float, where: str, method: Planned) -> Exception:
+    del method
+    return InexactError(
+        "PureForward: at the end of the sweep the cotangent differs from the loss's own derivative by "
+        f"more than the tolerance {place.limit:.1e}: at {where}, it is {error:.1e} off; the examples "
+        "are not independent (per_example=True), a declared structure does not hold, or the weights "
+        "have drifted from those that the plan measured; leave per_example out, plan anew, or pass "
+        "on_inexact='nan' or 'ignore'"
+    )
+
+
+_ERRORS: dict[str, Callable[[Place, float, str, Any], Exception]] = {
+    "declaration": _false_declaration,
+    "walk": _broken_walk,
+    "inverse": _broken_inverse,
+    "seed": _broken_seed,
+}

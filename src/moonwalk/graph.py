@@ -24,10 +24,11 @@ import numpy as np
 from jax import lax
 
 from . import compat
+from .activity import active_variables
 from .compat import JaxprEqn, Literal
 from .declare import Declaration, propagate
 from .facts import fold_constants, propagate_names
-from .partition import active_variables, partition
+from .partition import partition
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +211,11 @@ class Cutter:
         declarations: Mapping[Any, Declaration],
         names: Mapping[Any, str],
         constants: Mapping[Any, np.ndarray],
+        copies: Mapping[Any, Any] | None = None,
     ):
+        """`copies`: variables that are copies of others (see `trunk.Fork`), and of which."""
         self.results, self.outputs, self.active = results, outputs, active
+        self.copies = copies or {}
         self.facts = {"declarations": declarations, "names": names, "constants": constants}
         self.readers: dict[Any, list[JaxprEqn]] = {}
         for eqn in eqns:
@@ -268,7 +272,8 @@ def close_forks(
 ) -> list[Block | JaxprEqn]:
     """Join a block that hands out more than it took in with what reads it, until it does not.
 
-    max(x, 0) + expm1(min(x, 0)) forks x into two states that only the sum brings together again.
+    max(x, 0) + expm1(min(x, 0)) forks x into two states that only the sum brings together again. What
+    reads a copy of the block's output runs after the fork that makes it, which cannot stand inside.
     """
     items = list(schedule)
     i = 0
@@ -277,23 +282,40 @@ def close_forks(
         if not isinstance(block, Block) or not _expands_by_forking(block) or stays_open(block):
             i += 1
             continue
-        reached = set(block.outputs) | set(block.exports)
-        before: list[Block | JaxprEqn] = []
-        joined: list[Block | JaxprEqn] = [block]
-        for item in items[i + 1 :]:
-            reads = item.inputs + item.operands if isinstance(item, Block) else item.invars
-            if not any(not isinstance(v, Literal) and v in reached for v in reads):
-                before.append(item)
-                continue
-            joined.append(item)
-            if isinstance(item, Block):
-                break
-            reached.update(item.outvars)
-        if isinstance(joined[-1], Block) and len(joined) > 1:
-            items[i : i + len(before) + len(joined)] = [*before, cutter.join(joined)]
-        else:  # its outputs are the function's
+        found = _joined_with_reader(items, i, cutter)
+        # What reads no state (a bias times data) is joined only to arrive at one.
+        while found is not None and not found[1].inputs and not stays_open(found[1]):
+            found = _joined_with_reader(found[0], found[0].index(found[1]), cutter)
+        if found is None or not found[1].inputs:
             i += 1
+        else:
+            items = found[0]
     return items
+
+
+def _joined_with_reader(
+    items: Sequence[Block | JaxprEqn], i: int, cutter: Cutter
+) -> tuple[list[Block | JaxprEqn], Block] | None:
+    """The schedule with block i joined to the first that reads it, and that block."""
+    block = items[i]
+    assert isinstance(block, Block)
+    reached = set(block.outputs) | set(block.exports)
+    before: list[Block | JaxprEqn] = []
+    joined: list[Block | JaxprEqn] = [block]
+    for item in items[i + 1 :]:
+        reads = item.inputs + item.operands if isinstance(item, Block) else item.invars
+        reads = [v for v in reads if not isinstance(v, Literal)]
+        if any(cutter.copies.get(v) in reached for v in reads):
+            return None
+        if not any(v in reached for v in reads):
+            before.append(item)
+            continue
+        joined.append(item)
+        if isinstance(item, Block):
+            whole = cutter.join(joined)
+            return [*items[:i], *before, whole, *items[i + len(before) + len(joined) :]], whole
+        reached.update(item.outvars)
+    return None  # its outputs are the function's
 
 
 def _expands_by_forking(block: Block) -> bool:

@@ -8,7 +8,7 @@ pulls back there, h and g at once:
 
 as in reversible residual networks (Gomez et al. 2017). Nothing grows with the depth, and there is no
 Phase III. What is lost is rounding: the inverse's x is not Phase I's, and the difference travels down
-the segment. So 64 entries of the state at its start are kept, and compared with those it arrives at.
+the segment. So a sketch of the state at its start is kept, and compared with that of what it arrives at.
 
 Inverses that an author gave (couplings, `nn.Coupling`) are used by every plan, since a vijp would have
 to keep a state there. Those that rules *derive*, of square affine blocks and of pointwise ones, only
@@ -17,6 +17,7 @@ serve `Reversible`: such blocks are walked for a bit an entry, and walks do not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax import lax
 
 from . import certificate, compat, registry
 from .bodies import Body, open_body
+from .certificate import Measured, Place
 from .graph import Block
 from .ledger import Ledger
 from .linearity import is_linear
@@ -236,7 +238,8 @@ class OneScan:
         carry, _ = step.scan(layer, (y, h_last, sums.start()), backward=True, length=step.length)
         start, h_first, total = carry
         x.update(zip(self.first, start, strict=True))
-        step.leaving(h, h_first)
+        for v, value in step.leaving(h_first):
+            h[v] = value if v not in h else h[v] + value
         out.add(sums.finish(total))
         out.close(self.node.weights)
 
@@ -290,14 +293,13 @@ class Inverted(Stretch):
     """Consecutive nodes [start, stop) of a trunk that are inverted."""
 
     kind = "invert"
-    is_estimated = True  # rounding in the inverses is bounded by no trace
+    limit = math.inf  # how far the state that it arrives at may be from the one that it started from
 
-    def __init__(self, trunk: Trunk, start: int, stop: int, *, certify: bool, derived: bool = False):
+    def __init__(self, trunk: Trunk, start: int, stop: int, *, derived: bool = False):
         super().__init__(trunk, start, stop)
         parts = [inverted(n, trunk, derived=derived) for n in self.nodes]
         self.parts = [part for part in parts if part is not None]
         assert len(self.parts) == len(parts)
-        self.certify = certify
         nodes = [n for n in self.nodes if not n.is_aside]
         made = dict.fromkeys(v for n in nodes for v in n.block.outputs)
         read = dict.fromkeys(v for n in nodes for v in n.block.inputs)
@@ -323,15 +325,26 @@ class Inverted(Stretch):
         self, fixed: Env, x: Env, retain: frozenset[Any] = frozenset(), *, again: bool = False
     ) -> Any:
         """Forward: reads and writes `x`, returns what is kept."""
-        samples = [certificate.sample(x[v]) for v in self.starts] if self.certify else []
-        box: dict[str, Any] = {"samples": samples}
+        box: dict[str, Any] = {"sketches": [certificate.sketch(x[v]) for v in self.starts]}
         self.run(fixed, x, retain, again=again)
         hold((x, list(x)), (box, list(box)))
-        return [x[v] for v in self.ends], box["samples"]
+        return [x[v] for v in self.ends], box["sketches"]
 
-    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
-        """From the end's state and cotangent to the start's, handing out gradients; sampled errors."""
-        ends, samples = kept
+    @property
+    def places(self) -> list[Place]:
+        """The state at the start."""
+        blocks = [part.node for part in self.parts if not isinstance(part, Bystander)]
+        node = blocks[0]
+        line = compat.source_line(node.block.eqns[-1])
+        return [Place("inverse", node.describe(), line, self.limit, ends=True)]
+
+    def hold_to(self, limit: float) -> None:
+        """Let the certificate be at most so large."""
+        self.limit = limit
+
+    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Measured]:
+        """From the end's state and cotangent to the start's, handing out gradients; the error there."""
+        ends, sketches = kept
         x = dict(zip(self.ends, ends, strict=True))
         # Behind a barrier: what a coupling passes on is the state itself, and XLA would keep all that
         # Phase I has computed from it.
@@ -340,11 +353,10 @@ class Inverted(Stretch):
             part.back(fixed, x, h, out)
             inputs = [v for v in part.node.block.inputs if v in x and v in h]
             hold((x, inputs), (h, inputs), *out.parts(part.node.weights))
-        if not self.certify:
-            return []
-        pairs = [(x[v], sample) for v, sample in zip(self.starts, samples, strict=True)]
-        pairs += [(x[v], certificate.sample(fixed[v])) for part in self.parts for v in part.origins]
-        return [certificate.compare_together(pairs)]
+        pairs = [(certificate.sketch(x[v]), s) for v, s in zip(self.starts, sketches, strict=True)]
+        origins = [v for part in self.parts for v in part.origins]
+        pairs += [(certificate.sketch(x[v]), certificate.sketch(fixed[v])) for v in origins]
+        return [Measured(certificate.compare_together(pairs), *self.places)]
 
 
 def runs(trunk: Trunk) -> list[int]:

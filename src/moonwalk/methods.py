@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import compat
+from . import compat, settings
 from .fragments import Fragment
 
 CHECKPOINT = ("auto", "sqrt", "block")
@@ -47,7 +47,7 @@ class Checkpoint:
     - `segments`: None, the mixture of storing and recomputing whose peak is predicted to be least;
         a number of segments of equally many layers (or fewer, where it does not divide their number);
         "sqrt", the root of the depth; "block", one for every layer; "recursive", quarters of quarters.
-    - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
+    - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
     """
 
     segments: int | str | None = None
@@ -59,7 +59,7 @@ class Checkpoint:
     on_inexact: ClassVar[str] = "raise"
 
     def __post_init__(self) -> None:
-        _check_count("Checkpoint", "segments", self.segments, SEGMENTS)
+        _check_segments(self, "segments", SEGMENTS)
         _set_inputs(self)
 
 
@@ -109,12 +109,11 @@ class ProjectedForward:
 
     def __post_init__(self) -> None:
         least = 1 if self.direction is None else 0
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < least:
-            raise ValueError(
-                f"ProjectedForward: samples counts random directions, at least {least}"
-                + (" (0 needs a direction)" if least else "")
-                + f", got {self.samples!r}"
-            )
+        if not settings.is_count(self.samples, least):
+            rule = f"counts random directions, at least {least}"
+            rule += " (0 needs a direction)" if least else ""
+            raise settings.refuse("ProjectedForward", "samples", rule, self.samples)
+        object.__setattr__(self, "samples", int(self.samples))
         is_number = isinstance(self.key, int | np.integer) and not isinstance(self.key, bool)
         dtype = getattr(self.key, "dtype", None)
         is_key = dtype is not None and (
@@ -156,7 +155,7 @@ class Reversible:
 
     - `tolerance`: how far the state that the inverses arrive at may be from the one that they should.
         None: 1e-11 in float64, 1e-4 in float32.
-    - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
+    - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
     - `on_inexact`: what happens when it is further: "raise", "nan" (the gradients) or "ignore".
     """
 
@@ -190,7 +189,7 @@ class Moonwalk:
         segments; "sqrt": as many as the root of the depth; "block": one for every layer.
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (in TF32: little, so that it stays within 1e-2), true float32 elsewhere.
-    - `inputs`: differentiated arguments (by number) that are network inputs, not weights.
+    - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
     - `on_inexact`: what happens when a walk whose error no trace can bound (`Plan.checked`), or any walk
         with `certify=True`, turns out worse than the tolerance: "raise", "nan" (the gradients) or
         "ignore" (and then only `certify=True` still looks).
@@ -208,22 +207,15 @@ class Moonwalk:
     walk: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.walk not in WALK:
-            raise ValueError(
-                f"Moonwalk: walk must be one of {', '.join(map(repr, WALK))}, got {self.walk!r}"
-            )
-        if self.anchor_every is not None and (
-            not isinstance(self.anchor_every, int) or self.anchor_every < 1
-        ):
-            raise ValueError(
-                f"Moonwalk: anchor_every counts layers and must be at least 1, got {self.anchor_every!r}"
-            )
+        settings.choice("Moonwalk", "walk", self.walk, WALK)
+        if self.anchor_every is not None:
+            _set(self, "anchor_every", _counted(self, "anchor_every", "counts layers"))
         if self.fragment is not None and not isinstance(self.fragment, Fragment):
             raise ValueError(
                 "Moonwalk: fragment takes moonwalk.Fragment(span=..., stagger=...) or None, got "
                 f"{self.fragment!r}"
             )
-        _check_count("Moonwalk", "checkpoint", self.checkpoint, CHECKPOINT)
+        _check_segments(self, "checkpoint", CHECKPOINT)
         _check(self)
 
 
@@ -252,6 +244,7 @@ class PureForward:
 
     def __post_init__(self) -> None:
         _check_chunk(self)
+        settings.flag("PureForward", "per_example", self.per_example)
         _check(self)
 
 
@@ -264,46 +257,60 @@ def _identity(leaf: Any) -> Any:
     return (known.shape, str(leaf.dtype if typed else known.dtype), known.tobytes())
 
 
-def _check_count(name: str, setting: str, given: Any, words: tuple[str, ...]) -> None:
-    counts = isinstance(given, int) and not isinstance(given, bool)
-    if given is not None and not (given >= 1 if counts else given in words):
-        raise ValueError(
-            f"{name}: {setting} must be None, a number of segments, or one of "
-            f"{', '.join(map(repr, words))}, got {given!r}"
-        )
+def _set(method: Any, name: str, value: Any) -> None:
+    """A setting as it is meant; methods are frozen."""
+    object.__setattr__(method, name, value)
+
+
+def _counted(method: Any, name: str, what: str) -> int:
+    return settings.count(type(method).__name__, name, getattr(method, name), what=what)
+
+
+def _check_segments(method: Any, name: str, words: tuple[str, ...]) -> None:
+    given = getattr(method, name)
+    if settings.is_count(given):
+        _set(method, name, int(given))
+    elif given is not None and not (isinstance(given, str) and given in words):
+        rule = f"must be None, a number of segments, or one of {', '.join(map(repr, words))}"
+        raise settings.refuse(type(method).__name__, name, rule, given)
 
 
 def _check_chunk(method: Any) -> None:
-    if isinstance(method.chunk, bool) or not isinstance(method.chunk, int) or method.chunk < 1:
-        raise ValueError(
-            f"{type(method).__name__}: chunk counts jvps side by side, at least 1, got {method.chunk!r}"
-        )
+    _set(method, "chunk", _counted(method, "chunk", "counts jvps side by side"))
 
 
 def _set_inputs(method: Any) -> None:
+    """One number, or several, as of `argnums`."""
     given = method.inputs
-    inputs = tuple(map(int, (given,) if isinstance(given, int | np.integer) else given))
-    object.__setattr__(method, "inputs", inputs)
+    inputs = (given,) if isinstance(given, int | np.integer) else given
+    is_sequence = isinstance(inputs, list | tuple)
+    whole = is_sequence and all(
+        isinstance(i, int | np.integer) and not isinstance(i, bool) for i in inputs
+    )
+    if not whole or len(set(inputs)) < len(inputs):
+        raise settings.refuse(
+            type(method).__name__,
+            "inputs",
+            "takes numbers of differentiated arguments, each once, such as 1 or (1, 2)",
+            given,
+        )
+    _set(method, "inputs", tuple(map(int, inputs)))
 
 
 def _check(method: Any) -> None:
     """Settings that walks and inverses have; numbers and names become what they stand for."""
     name = type(method).__name__
-    if method.tolerance is not None and not method.tolerance > 0:
-        raise ValueError(
-            f"{name}: tolerance must be positive (math.inf for no anchors), got {method.tolerance}"
-        )
-    if method.on_inexact not in ON_INEXACT:
-        raise ValueError(
-            f"{name}: on_inexact must be one of {', '.join(map(repr, ON_INEXACT))}, "
-            f"got {method.on_inexact!r}"
-        )
+    if method.tolerance is not None:
+        rule = f"must be positive (math.inf for no {'anchors' if name == 'Moonwalk' else 'limit'})"
+        value = settings.number(name, "tolerance", method.tolerance, rule, lambda v: v > 0)
+        _set(method, "tolerance", value)
+    settings.choice(name, "on_inexact", method.on_inexact, ON_INEXACT)
     _set_inputs(method)
     precision = method.walk_precision
     if precision is not None and not isinstance(precision, lax.Precision | lax.DotAlgorithmPreset):
         try:
-            object.__setattr__(method, "walk_precision", lax.Precision(precision))
-        except ValueError:
+            _set(method, "walk_precision", lax.Precision(precision))
+        except (ValueError, TypeError):
             raise ValueError(
                 f"{name}: walk_precision must be None, a jax.lax.Precision (or its name: "
                 f"'high', 'highest') or a jax.lax.DotAlgorithmPreset, got {precision!r}"

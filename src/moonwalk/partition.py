@@ -1,4 +1,4 @@
-"""Which equations carry derivatives, and how they fall into groups.
+"""How the equations that carry derivatives fall into groups.
 
 Equations that share a state variable stand in one group, and so does everything on a cycle that this
 creates (x + f(x) is one group): then a variable's cotangent is exactly what its one group needs. The
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from . import compat
@@ -40,36 +39,17 @@ MOVING: frozenset[Any] = frozenset(
     if hasattr(lax, f"{name}_p")
 )
 
-# Pointwise primitives whose derivative is zero wherever it exists.
-_FLAT: frozenset[Any] = frozenset(
-    {lax.stop_gradient_p, lax.sign_p, lax.floor_p, lax.ceil_p, lax.round_p, lax.nextafter_p}
-)
-
-
-def is_differentiable(aval: Any) -> bool:
-    """Whether a variable of this type can carry a cotangent."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def active_variables(eqns: Sequence[JaxprEqn], state: Iterable[Any], outputs: Iterable[Any]) -> set[Any]:
-    """Variables on a differentiable path from the state to the outputs."""
-    forward = set(state)
-    for eqn in eqns:
-        if eqn.primitive not in _FLAT and any(
-            not isinstance(v, Literal) and v in forward for v in eqn.invars
-        ):
-            forward.update(v for v in eqn.outvars if is_differentiable(v.aval))
-    backward = set(outputs)
-    for eqn in reversed(eqns):
-        if eqn.primitive not in _FLAT and any(v in backward and v in forward for v in eqn.outvars):
-            backward.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return forward & backward
-
 
 def partition(
-    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any]
+    eqns: Sequence[JaxprEqn],
+    active: set[Any],
+    outputs: Sequence[Any],
+    copies: Mapping[Any, Any] | None = None,
 ) -> list[list[JaxprEqn]]:
-    """Groups of equations, in an order in which they can run: the blocks and what is beside them."""
+    """Groups of equations, in an order in which they can run: the blocks and what is beside them.
+
+    `copies`: variables that are copies of others. Whatever reads one runs after what makes its source.
+    """
     count = len(eqns)
     group = list(range(count))  # union-find
 
@@ -83,6 +63,7 @@ def partition(
         group[find(i)] = find(j)
 
     producer = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    producer.update((c, producer[v]) for c, v in (copies or {}).items() if v in producer)
     on_trunk = [any(v in active for v in e.outvars) for e in eqns]
     consumers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):

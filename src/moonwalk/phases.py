@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 
+from .certificate import Measured
 from .ledger import Ledger
 from .planning import Segment
+from .scale import Cotangents
 from .scan_walks import ScanWalk
 from .segments import Stretch
 from .walks import Env, Step, Walk, as_cotangent, hold
@@ -55,48 +57,45 @@ def _start_state(segment: Segment) -> tuple[Any, ...]:
 
 def reverse(
     segments: Sequence[Segment], fixed: Env, saved: list[Any], h: Env, out: Ledger
-) -> tuple[list[Any], list[Any]]:
-    """Phases II and III: (sampled errors, those at the ends of walks).
+) -> list[Measured]:
+    """Phases II and III: the errors that were measured.
 
     `h` holds the outputs' cotangents, and at the end those of the trunk's entry. Gradients go to `out`.
     """
-    errors: list[Any] = []
-    closures: list[Any] = []
+    errors: list[Measured] = []
     for number in reversed(range(len(segments))):
         segment, (kept, start) = segments[number], saved.pop()
         with jax.named_scope(f"segment_{number}"):
             if isinstance(segment, Stretch):
                 with jax.named_scope("phase_2"):
-                    own = segment.reverse(fixed, kept, h, out)
-                errors += own
-                closures += own
+                    errors += segment.reverse(fixed, kept, h, out)
                 continue
-            if isinstance(segment, ScanWalk):
-                own = segment.back_and_forth(fixed, kept, h, out)
-            else:
-                own = walk_back_and_forth(segment, fixed, kept, start, h, out)
-            errors += own
-            closures += own[-1:]
+            errors += walk_back_and_forth(segment, fixed, kept, start, h, out)
             if number:
                 # What precedes waits for the sweep: nothing else keeps XLA from doing both side by side.
                 hold((h, list(h)), *out.parts([v for s in segment.steps for v in s.node.weights]))
-    return errors, closures
+    return errors
 
 
 def walk_back_and_forth(
-    walk: Walk, fixed: Env, kept: list[Any], start: Env, h: Env, out: Ledger
-) -> list[Any]:
+    walk: Walk, fixed: Env, kept: Any, start: Env, h: Env, out: Ledger
+) -> list[Measured]:
     """One walk: down with h alone, and up again with x and h side by side."""
-    h.update((v, as_cotangent(v, a)) for v, a in h.items())
+    scaled = Cotangents({v: as_cotangent(v, a) for v, a in h.items()})
+    if isinstance(walk, ScanWalk):
+        errors = walk.back_and_forth(fixed, kept, scaled, out)
+        _replace(h, scaled.unscaled())
+        return errors
     if walk.recomputed:
         with jax.named_scope("phase_1"):
-            kept = _again(walk, fixed, start, h)
+            kept = _again(walk, fixed, start, scaled)
     with jax.named_scope("phase_2"):
-        memos, samples = walk.phase_two(fixed, kept, h, out)
+        memos, sketches, scales = walk.phase_two(fixed, kept, scaled, out)
     with jax.named_scope("phase_3"):
         x = dict(start)
-        state = {v: h[v] for v in walk.seeds if v in h}
-        box: dict[Any, Any] = {"kept": kept, "memos": memos, "samples": samples}
+        state = Cotangents({v: scaled[v] for v in walk.seeds if v in scaled}, scaled.exponents)
+        _replace(h, scaled.unscaled())
+        box: dict[Any, Any] = {"kept": kept, "memos": memos, "sketches": sketches}
         fixed = dict(fixed)
         # Nothing of the sweep may be merged with Phase I: it starts from barred copies of everything.
         data = _data_read(walk.steps[: walk.end], walk, fixed)
@@ -105,7 +104,13 @@ def walk_back_and_forth(
             found = out.parts([v for s in walk.steps if s.is_stem for v in s.node.weights])
             hold((x, list(x)), (state, list(state)), (box, list(box)), (fixed, data), *found)
         factors = walk.prepare(fixed)
-        return walk.phase_three(fixed, box["kept"], box["memos"], box["samples"], factors, x, state, out)
+        saved = (box["kept"], box["memos"], box["sketches"], scales)
+        return walk.phase_three(fixed, *saved, factors, x, state, out)
+
+
+def _replace(env: Env, new: Env) -> None:
+    env.clear()
+    env.update(new)
 
 
 def _again(walk: Walk, fixed: Env, start: Env, h: Env) -> list[Any]:

@@ -196,7 +196,7 @@ class _Reversible:
     def run(self, stop: int) -> Inverted | None:
         """The longest that ends there."""
         start = self.starts[stop]
-        return Inverted(self.cut, start, stop, certify=False) if start < stop else None
+        return Inverted(self.cut, start, stop) if start < stop else None
 
     def limits(self) -> set[int]:
         found = [self.run(stop) for stop in range(len(self.starts))]
@@ -369,7 +369,7 @@ def _realise(
             else:
                 kept += walk.kept_bytes + start
         elif kind == "invert":
-            run = Inverted(cut, i, j, certify=options.certify)
+            run = Inverted(cut, i, j)
             segments.append(run)
             kept += run.kept_bytes
             gradients = max(c.gradients for c in costs[i:j])
@@ -405,7 +405,6 @@ def _in_segments(walk: Walk, every: int, options: Options) -> ScanWalk:
         walk.stop,
         [step],
         walk.given,
-        walk.certify,
         max(grown, inside),
         every=every,
     )
@@ -450,7 +449,13 @@ def ambient_growth(cut: Trunk, method: Planned) -> float:
 
 
 def tolerance_of(cut: Trunk, method: Planned, segments: Sequence[Segment], planned: float) -> float:
-    """What a certificate is held to: a walk that loses little runs in the ambient precision."""
+    """What certificates are held to.
+
+    A walk that loses little runs in the ambient precision, and is held to that. `math.inf` places no
+    anchors, but a wrong gradient is still reported: only `on_inexact="ignore"` lets it pass.
+    """
+    if math.isinf(planned):
+        return default_tolerance(state_dtype(cut))
     limit = ambient_growth(cut, method)
     faithful = all(s.growth <= limit for s in segments if isinstance(s, Walk))
     if method.tolerance is None and method.walk_precision is None and faithful and runs_in_tf32(cut):
@@ -458,12 +463,46 @@ def tolerance_of(cut: Trunk, method: Planned, segments: Sequence[Segment], plann
     return planned
 
 
-def options_for(cut: Trunk, method: Planned, certify: bool) -> tuple[Options, float]:
+ROUNDINGS = 4  # times what rounding alone makes of a cotangent: healthy walks stay below 2
+
+
+def hold_to(tolerance: float, cut: Trunk, method: Planned, segments: Sequence[Segment]) -> None:
+    """Say how large the certificates of segments may be: the tolerance, or what rounding explains.
+
+    A tolerance that the user has set is the user's.
+    """
+    by_default = method.tolerance is None or math.isinf(method.tolerance)
+    for segment in segments:
+        if isinstance(segment, Walk):
+            least = ROUNDINGS * rounding(cut, segment) if by_default else 0.0
+            segment.hold_to(max(tolerance, least))
+        elif isinstance(segment, Inverted):
+            segment.hold_to(tolerance)
+
+
+def rounding(cut: Trunk, walk: Walk) -> float:
+    """The relative error of a cotangent that is rounded in every block, down and up again.
+
+    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block.
+    """
+
+    def blocks(walk: Walk) -> int:
+        return sum(
+            s.length * blocks(s.walk) if isinstance(s, ScanStep) else 1
+            for s in walk.steps
+            if s.is_walked
+        )
+
+    eps = 2.0**-10 if runs_in_tf32(cut) else float(jnp.finfo(cotangent_dtype(state_dtype(cut))).eps)
+    return eps * math.sqrt(2 * blocks(walk))
+
+
+def options_for(cut: Trunk, method: Planned) -> tuple[Options, float]:
     """A method's settings on this network, and its tolerance."""
     dtype = state_dtype(cut)
     tolerance = default_tolerance(dtype) if method.tolerance is None else method.tolerance
     limit = max(1.0, tolerance / MARGIN / float(jnp.finfo(cotangent_dtype(dtype)).eps))
-    options = Options(limit, certify=certify, precision=method.walk_precision, fragments=False)
+    options = Options(limit, precision=method.walk_precision, fragments=False)
     options.ambient = ambient_growth(cut, method)
     options.anchors = not isinstance(method, PureForward)
     if isinstance(method, Moonwalk):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import compat
 from .costs import NodeCost, node_costs
+from .errors import PlanWarning
 from .inversion import Bystander, Inverted, OneBlock, Part
 from .methods import Moonwalk, PureForward
 from .peaks import backprop_peak
@@ -83,7 +85,12 @@ class Plan:
         return _table(self)
 
     def advice(self) -> str | None:
-        """A sentence if little is saved, naming the costliest block and what would help."""
+        """A sentence if nothing is gained, naming the costliest block and what would help.
+
+        A gain over backpropagation is one, though checkpointing might do as well: a plan may *be* the
+        best checkpointing, without a line of it in the loss. Only a plan that walks or inverts, which
+        takes longer and rounds, and takes no less memory than checkpointing is worth a word then.
+        """
         if not self.rows:
             if self.weight_side_bytes < 2**20:  # a function of a few numbers
                 return None
@@ -92,17 +99,55 @@ class Plan:
                 "is no trunk to walk and all of it is stored; name the arguments that are network "
                 "inputs: method=moonwalk.Moonwalk(inputs=...)"
             )
-        best = min(self.backprop_bytes, self.checkpoint_bytes)
-        if WORTH * self.peak_bytes <= best:
+        if WORTH * self.peak_bytes > self.backprop_bytes:
+            rival, theirs = "backpropagation", self.backprop_bytes
+        elif (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
+            rival, theirs = "checkpointing", self.checkpoint_bytes
+        else:
             return None
         costly = max(self.rows, key=lambda r: r.bytes * r.times, default=None)
         text = (
-            f"moonwalk: this plan saves less than 10 % (about {human(self.peak_bytes)}; backprop "
-            f"{human(self.backprop_bytes)}, checkpointing {human(self.checkpoint_bytes)})."
+            f"moonwalk: this plan saves less than 10 % of what {rival} takes "
+            f"(about {human(self.peak_bytes)} beside {human(theirs)}"
         )
+        if rival == "checkpointing":
+            text += (
+                f"; backpropagation {human(self.backprop_bytes)}). method=moonwalk.Checkpoint() would "
+                "take about as little, and less time."
+            )
+        else:
+            text += ")."
         if costly is not None and costly.bytes:
             text += f" The costliest block is {costly.block} at {costly.source}: {costly.why}."
         return text + " Print moonwalk.plan(...) for all of it."
+
+
+_said_barriers = False
+
+
+def warn_of_deleted_barriers(plan: Plan) -> None:
+    """Say once per process that the compiler at hand undoes what a plan rests on.
+
+    Blocks outside scans that are run again are told from their first run by a barrier alone; merged with
+    it, they keep all their residuals.
+    """
+    global _said_barriers
+    deleted = None if _said_barriers else compat.deleted_barriers()
+    merged = sum(
+        row.m_x + row.m_theta
+        for row in plan.rows
+        if row.depth == 0 and row.mode not in ("store", "fork") and not row.block.startswith("scan")
+    )
+    taken = min(plan.peak_bytes + merged, plan.backprop_bytes)
+    if deleted is None or taken <= WORTH * plan.peak_bytes:
+        return
+    _said_barriers = True
+    warnings.warn(
+        f"moonwalk: under jax.jit this plan will take about {human(taken)} instead of "
+        f"{human(plan.peak_bytes)}: {deleted}.",
+        PlanWarning,
+        stacklevel=compat.levels_to_user(),
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -199,7 +244,7 @@ def describe(
         segments=sum(w.segments if isinstance(w, ScanWalk) else w.recomputed for w in walks),
         predicted_gain=max((w.growth for w in walks), default=1.0),
         measured=any(w.is_measured for w in walks),
-        checked=any(s.certify for s in (*walks, *inverted)),
+        checked=bool(walks or inverted),
         signature=signature,
         gains=gains,
         inverted=sum(row.mode == "invert" and "scan" not in row.block.split()[:1] for row in rows),

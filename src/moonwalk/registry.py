@@ -57,13 +57,15 @@ class Gain:
     `assumed` where only that stands between a trace and an unknown factor: a declared diagonal.
     Fragments are exact where they are kept, so error that passes through many layers of them dies out:
     `factor` is then the growth over all the layers that error lives, and `lasting` the part of it that
-    compounds from layer to layer.
+    compounds from layer to layer. `reason` says why nothing bounds it, where that is no matter of
+    declarations.
     """
 
     factor: float
     mixes: bool
     assumed: bool = False
     lasting: float | None = None
+    reason: str = ""
 
     @property
     def fades(self) -> bool:
@@ -151,6 +153,16 @@ class Rule:
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         """Those of them that the weights alone decide: a zero pivot, a declaration that is not true."""
+        del block, operands
+        return []
+
+    def declared(self, block: Block) -> list[tuple[str, float]]:
+        """Weights whose declared structure the vijp relies on: (name, how far it may be off)."""
+        del block
+        return []
+
+    def probe(self, block: Block, operands: Sequence[Any]) -> list[Any]:
+        """How far the weights of `declared` are off; about as cheap as reading them."""
         del block, operands
         return []
 

@@ -29,18 +29,18 @@ def plan(
     call: Circumstances,
 ) -> tuple[Engine, Plan]:
     """As `engine.plan`. The state that inverses arrive at is always compared with the true one."""
-    made = engine.draft(staging, method, certify=call.certify, gains=call.gains, fused=call.fused)
+    made = engine.draft(staging, method, gains=call.gains, fused=call.fused)
     cut = made.cut
     start, stop = bounds(cut)
     segments: list[Any] = [Plain(cut, 0, start, recomputed=False)] if start else []
     if start < stop:
-        certified = call.certify or method.on_inexact != "ignore"
-        segments.append(Inverted(cut, start, stop, certify=certified, derived=True))
+        segments.append(Inverted(cut, start, stop, derived=True))
     if stop < len(cut.nodes):
         segments.append(Plain(cut, stop, len(cut.nodes), recomputed=False))
     kept = sum(s.kept_bytes for s in segments)
     choice = Choice(segments, kept, peaks.peak(cut, segments, made.costs))
-    return Engine(staging, cut, segments), made.describe(choice, method, call.signature)
+    described = made.describe(choice, method, call.signature)
+    return Engine(staging, cut, segments), described
 
 
 def bounds(cut: Trunk) -> tuple[int, int]:

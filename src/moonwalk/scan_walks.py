@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from . import compat
+from .certificate import Measured, Place
 from .ledger import Ledger
 from .residuals import nbytes
+from .scale import Cotangents, shifted
 from .scans import ScanStep, Sums
 from .walks import Env, Walk, hold
 
@@ -33,6 +35,10 @@ class ScanWalk(Walk):
         (step,) = self.steps
         assert isinstance(step, ScanStep)
         self.scan, self.recomputed = step, True
+
+    @property
+    def places(self) -> list[Place]:
+        return self.scan.places(self.limit)
 
     @property
     def segments(self) -> int:
@@ -89,7 +95,7 @@ class ScanWalk(Walk):
         hold((x, list(x)), (kept, list(kept)))
         return kept
 
-    def back_and_forth(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
+    def back_and_forth(self, fixed: Env, kept: Any, h: Cotangents, out: Ledger) -> list[Measured]:
         """Phases I, II and III, segment by segment."""
         step = self.scan
         operands, _ = step.operands_of(fixed, {})
@@ -110,16 +116,18 @@ class ScanWalk(Walk):
             with jax.named_scope("phase_1"):
                 _, _, held = step.forward(now, state, layers, again=True)
             with jax.named_scope("phase_2"):
-                h, back, memo = step.backward(now, held, h, h_ys, layers, in_back, back)
+                h, exponent, back, memo = step.backward(now, held, h, h_ys, layers, in_back, back)
             with jax.named_scope("phase_3"):
                 _, _, swept, worst, _ = step.onward(
-                    *(now, held, memo, factors, state, h, h_ys, layers, in_sweep, swept, worst)
+                    *(now, held, memo, factors, state, h, exponent, h_ys),
+                    *(layers, in_sweep, swept, worst),
                 )
-            return h, back, swept, worst
+            # The next segment starts from the cotangent itself, as it would in backpropagation.
+            return [shifted(a, exponent) for a in h], back, swept, worst
 
         segments, short, start, rest_start = self._firsts()
-        worst = compat.varying_zero((operands[:3], h_last, h_ys, starts), jnp.float32)
-        carry = (h_last, in_back.start(), in_sweep.start(), worst)
+        zero = compat.varying_zero((operands[:3], h_last, h_ys, starts), jnp.float32)
+        carry = (h_last, in_back.start(), in_sweep.start(), step.worst.start(zero))
         if short:
             carry = segment(carry, (rest_start, short), rest)
             box = {"carry": carry, "starts": starts}
@@ -131,8 +139,9 @@ class ScanWalk(Walk):
 
         carry, _ = step.scan(whole, carry, starts, backward=True, length=segments)
         h_first, back, swept, worst = carry
-        step.leaving(h, h_first)
+        for v, value in step.leaving(h_first):
+            h.add(v, value)
         out.add(in_back.finish(back))
         out.add(in_sweep.finish(swept))
         out.close(step.node.weights)
-        return [worst] if step.certify else []
+        return [*step.probe_all(operands), *step.worst.finish(worst)]

@@ -1,15 +1,16 @@
 """`scan` over stacked layers: the body is planned once, and each phase is one scan.
 
-With anchors every K layers the scan becomes two nested ones, the outer over periods: Phase II hands
-out the cotangent at the start of each period, Phase III starts each period from it. Layers that K does
-not divide form a shorter last period.
+Loops are nested where something happens every so many layers (`Level`). With anchors every K layers,
+Phase II hands out the cotangent at the start of each period, and Phase III starts each period from it.
+In tiles of a few layers, Phase II sketches the cotangent for the certificate and rescales it; Phase III
+compares, and undoes that. Layers that K does not divide form a shorter last period.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +20,15 @@ from jax import lax
 
 from . import certificate, compat, graph
 from .bodies import Body
+from .certificate import Measured, Worst
 from .compat import Literal
 from .fragments import Place
 from .ledger import Gradients, Layers, Ledger, take
 from .residuals import nbytes
+from .scale import Cotangents, Exponent, is_none, shifted
 from .sides import DataSide, WeightSide
 from .trunk import Node
-from .walks import MOVED, Env, Step, Walk, as_cotangent, moved
+from .walks import MOVED, BlockStep, Env, Scale, Step, Walk, as_cotangent, check_spacing, moved
 
 
 @dataclass(eq=False, repr=False)
@@ -36,7 +39,6 @@ class ScanStep(Step):
     walk: Walk = None  # type: ignore[assignment]
     period: int | None = None  # anchors every so many layers
     hoisted: bool = False  # the body's weight side is done for all layers at once, before the loop
-    certify: bool = False
 
     def __post_init__(self) -> None:
         eqn = self.block.eqns[0]
@@ -253,50 +255,67 @@ class ScanStep(Step):
     def backward(
         self, operands: Operands, kept: Any, h_carry: Any, h_ys: Any, layers: Any, sums: Sums, total: Any
     ) -> Any:
-        """Phase II: (h at the start, gradients so far, memo)."""
+        """Phase II: (h at the start, its exponent, gradients so far, memo)."""
         first, count = layers
         out_carry, out_ys = self.body.outputs
 
-        def step(carry: Any, place: Any, _: Any) -> Any:
-            h_carry, total = carry
-            i = first + place
+        def step(state: Down, i: Any) -> Any:
+            i = first + i
             env, h_layer = self.environment(operands, i), take(h_ys, i)
-            layer = dict(zip((*out_carry, *out_ys), (*h_carry, *h_layer), strict=True))
-            samples = self._samples(h_carry)
+            h_layer = [shifted(a, -state.exponent) for a in h_layer]
+            layer = Cotangents(zip((*out_carry, *out_ys), (*state.h, *h_layer), strict=True))
             found = Ledger()
-            memos, inner = self.walk.phase_two(env, take(kept, place), layer, found)
+            memos, inner, scales = self.walk.phase_two(env, take(kept, i - first), layer, found)
             # An output of weights alone is read by no node: its cotangent is its gradient.
             found.add(
                 {v: a for v, a in zip(out_ys, h_layer, strict=True) if v in self.body.trunk.weights}
             )
-            total = sums.add(total, i, env, found.found)
-            return ([layer[v] for v in self.h_ins], total), (memos, (samples, inner))
+            total = sums.add(state.total, i, env, found.found, state.exponent)
+            grown = layer.align(self.h_ins)  # 0, unless a scan in the body rescales
+            state = Down([layer[v] for v in self.h_ins], state.exponent + grown, total)
+            return state, (memos, inner, _traced(scales, grown))
 
-        carry = (h_carry, total)
+        start = Down(h_carry, np.int32(0), total)
+        end, memo = self._down(step, start, 0, count, self._levels(count))
+        return end.h, end.exponent, end.total, memo
+
+    def _levels(self, count: int) -> list[Level]:
+        """What happens every so many of some layers."""
+        levels: list[Level] = []
         # A segment starts from an exact cotangent; a whole scan in one period from its anchor.
-        if self.period is None or count < min(self.period + 1, self.length):
-            (h_first, total), memo = self.scan(step, carry, backward=True, length=count)
-            return h_first, total, (memo, None, None)
-        size, (periods, short, start, rest) = self.period, self._in_periods(count)
-        rest_memo = rest_anchors = None
+        if self.period is not None and count >= min(self.period + 1, self.length):
+            levels.append(Anchors(self.period))
+        return [*levels, Tiles(check_spacing(self.length))]
+
+    def _down(self, step: Any, state: Down, first: Any, count: int, levels: Sequence[Level]) -> Any:
+        """The layers from `first` on, the last of them first: (state, what the loops kept)."""
+        if not levels:
+            return self.scan(lambda s, i, _: step(s, first + i), state, backward=True, length=count)
+        level, *inner = levels
+
+        def piece(state: Down, first: Any, count: int) -> Any:
+            state, at_end = level.down_from_end(self, state)
+            state, memo = self._down(step, state, first, count, inner)
+            return state, (memo, at_end, level.down_at_start(state))
+
+        if level.size >= count:
+            return piece(state, first, count)
+        pieces, short, start, rest = self._in_pieces(count, level.size)
+        rest_memo = None
         if short:
-            carry, rest_memo = self.scan(_from(rest, step), carry, backward=True, length=short)
-            rest_anchors = carry[0]
+            state, rest_memo = piece(state, first + rest, short)
+        state, memo = self.scan(
+            lambda s, k, _: piece(s, first + start + k * level.size, level.size),
+            state,
+            backward=True,
+            length=pieces,
+        )
+        return state, (memo, rest_memo)
 
-        def period(carry: Any, number: Any, _: Any) -> Any:
-            inner = _from(start + number * size, step)
-            carry, memo = self.scan(inner, carry, backward=True, length=size)
-            return carry, (memo, carry[0])
-
-        carry, (memo, anchors) = self.scan(period, carry, backward=True, length=periods)
-        h_first, total = carry
-        return h_first, total, (memo, anchors, (rest_memo, rest_anchors))
-
-    def _in_periods(self, count: int) -> tuple[int, int, int, int]:
-        """(whole periods, layers of the shorter last one, first place of the former, of the latter)."""
-        assert self.period is not None
-        periods, short = divmod(count, self.period)
-        return (periods, short, short, 0) if self.reverse else (periods, short, 0, count - short)
+    def _in_pieces(self, count: int, size: int) -> tuple[int, int, int, int]:
+        """(whole pieces, layers of the shorter last one, first place of the former, of the latter)."""
+        pieces, short = divmod(count, size)
+        return (pieces, short, short, 0) if self.reverse else (pieces, short, 0, count - short)
 
     def onward(
         self,
@@ -306,76 +325,98 @@ class ScanStep(Step):
         factors: Any,
         x_carry: Any,
         h_carry: Any,
+        exponent: Exponent,
         h_ys: Any,
         layers: Any,
         sums: Sums,
         total: Any,
         worst: Any,
     ) -> Any:
-        """Phase III: (x, h at the end, gradients so far, largest error so far, ys)."""
+        """Phase III: (x, h at the end, gradients so far, largest errors so far, ys).
+
+        `exponent`: of h at the start. At the end, h has the one that it had when Phase II began.
+        """
         first, count = layers
         out_carry, out_ys = self.body.outputs
         split = self.body.counts.carry
 
-        def step(carry: Any, place: Any, memo: Any) -> Any:
-            x_carry, h_carry, total, worst, before = carry
-            memos, (samples, inner) = memo
-            i = first + place
-            # Compared at the start of the next layer, where h is a carry and exists anyhow: a
-            # comparison at the end of its own layer would keep one more h alive.
-            worst = self._compared(worst, h_carry, before)
+        def step(state: Up, i: Any, memo: Any) -> Any:
+            memos, inner, scales = memo
+            i = first + i
             made, h_layer = take((operands.made, h_ys), i)
-            xs = operands._replace(newer=(sums, total)).layer(i)
+            xs = operands._replace(newer=(sums, state.total)).layer(i)
             env = self._moved(self._fixed(operands.consts, xs, made), operands, i)
-            state = self._layer_x(operands.consts, x_carry, xs)
-            layer = dict(zip(self.h_ins, h_carry, strict=True))
-            layer.update(zip(out_ys, h_layer, strict=True))
+            x = self._layer_x(operands.consts, state.x, xs)
+            scales, grown = self._untraced(scales)
+            exponent = state.exponent - grown
+            layer = Cotangents(zip(self.h_ins, state.h, strict=True), dict.fromkeys(self.h_ins, grown))
+            layer.update(zip(out_ys, (shifted(a, -exponent) for a in h_layer), strict=True))
             ready = [
                 s.prepare(env) if f is None else take(f, i)
                 for s, f in zip(self.walk.steps, factors, strict=True)
             ]
             found = Ledger()
-            held = None if kept is None else take(kept, place)
+            held = None if kept is None else take(kept, i - first)
             errors = self.walk.phase_three(
-                env, held, memos, inner, ready, state, layer, found, whole=True
+                *(env, held, memos, inner, scales, ready, x, layer, found), whole=True
             )
-            if errors:
-                worst = jnp.maximum(worst, certificate.worst(errors))
-            total = sums.add(total, i, env, found.found)
-            out = self._results(env, state)
-            new_h = [layer[v] for v in out_carry]
+            worst = self.worst.update(state.worst, [m.error for m in errors], i, first=len(out_carry))
+            total = sums.add(state.total, i, env, found.found, exponent)
+            out = self._results(env, x)
+            for v in out_carry:
+                layer.move(v, 0)
             ys = out[split:] if self.wants_ys else ()
-            return (out[:split], new_h, total, worst, samples), ys
+            return Up(out[:split], [layer[v] for v in out_carry], exponent, total, worst), ys
 
-        memo, anchors, rest = memo
-        if anchors is None:
-            carry = (x_carry, h_carry, total, worst, self._samples(h_carry))
-            carry, ys = self.scan(step, carry, memo, length=count)
-        else:
-            periods, short, start, rest_start = self._in_periods(count)
-            size = self.period or count
+        state = Up(x_carry, h_carry, exponent, total, worst)
+        levels = self._levels(count) if memo is not None else []
+        if levels and isinstance(levels[0], Anchors):
+            state = state._replace(h=[jnp.zeros_like(a) for a in h_carry])
+        state, ys = self._up(step, state, memo, 0, count, levels, first)
+        return state.x, state.h, state.total, state.worst, ys
 
-            def from_anchor(carry: Any, anchor: Any) -> Any:
-                x_carry, h_carry, total, worst, before = carry
-                worst = self._compared(worst, h_carry, before)
-                return (x_carry, anchor, total, worst, self._samples(anchor))
+    def _up(
+        self, step: Any, state: Up, memo: Any, first: Any, count: int, levels: Any, offset: Any
+    ) -> Any:
+        """The layers from `first` on, in their order: (state, ys). `offset`: of the first of all."""
+        if not levels:
+            if memo is None:  # there was no Phase II
+                steps = self.walk.steps
+                memo = ([s.no_memo() for s in steps], [()] * len(steps), {})
+            return self.scan(lambda s, i, m: step(s, first + i, m), state, memo, length=count)
+        level, *inner = levels
 
-            def period(carry: Any, number: Any, inputs: Any) -> Any:
-                memo, anchor = inputs
-                inner = _from(start + number * size, step)
-                return self.scan(inner, from_anchor(carry, anchor), memo, length=size)
+        def piece(state: Up, memo: Any, first: Any, count: int) -> Any:
+            memo, at_end, at_start = memo
+            state = level.up_from_start(state, at_start)
+            state, ys = self._up(step, state, memo, first, count, inner, offset)
+            last = first if self.reverse else first + count - 1
+            return level.up_at_end(self, state, at_end, offset + last), ys
 
-            zeros = [jnp.zeros_like(a[0]) for a in anchors]
-            carry = (x_carry, zeros, total, worst, self._samples(zeros))
-            carry, ys = self.scan(period, carry, (memo, anchors), length=periods)
-            ys_rest = None
-            if short:
-                rest_memo, anchor = rest
-                inner = _from(rest_start, step)
-                carry, ys_rest = self.scan(inner, from_anchor(carry, anchor), rest_memo, length=short)
-            ys = self.joined(ys, ys_rest)
-        last, h_last, total, worst, before = carry
-        return last, h_last, total, self._compared(worst, h_last, before), ys
+        if level.size >= count:
+            return piece(state, memo, first, count)
+        pieces, short, start, rest = self._in_pieces(count, level.size)
+        memo, rest_memo = memo
+        state, ys = self.scan(
+            lambda s, k, m: piece(s, m, first + start + k * level.size, level.size),
+            state,
+            memo,
+            length=pieces,
+        )
+        rest_ys = None
+        if short:
+            state, rest_ys = piece(state, rest_memo, first + rest, short)
+        return state, self.joined(ys, rest_ys)
+
+    def _untraced(self, kept: Any) -> tuple[list[Scale], Exponent]:
+        """Exponents of a layer's steps and of its start: those that the loop kept, and zeros."""
+        scales, grown = self.walk.unscaled(), 0
+        for i, scale in kept.items():
+            if i == _START:
+                grown = scale
+            else:
+                scales[i] = Scale(*scale)
+        return scales, grown
 
     def joined(self, main: Any, rest: Any) -> Any:
         """Outputs of periods and of the shorter last one, as those of one loop."""
@@ -411,29 +452,27 @@ class ScanStep(Step):
             h_last.append(as_cotangent(self.ins[j], found))
         return h_last, h_ys
 
-    def leaving(self, h: Env, h_first: Sequence[Any]) -> None:
-        """Cotangents of the carry's start, handed to `h`."""
-        for j, value in zip(self.body.active, h_first, strict=True):
-            v = self.eqn.invars[self.body.counts.consts + j]
-            if j not in self.seeded:
-                h[v] = value if v not in h else h[v] + value
+    def leaving(self, h_first: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Cotangents of the carry's start, by the variables that it starts from."""
+        starts = self.eqn.invars[self.body.counts.consts :]
+        pairs = zip(self.body.active, h_first, strict=True)
+        return [(starts[j], value) for j, value in pairs if j not in self.seeded]
 
-    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+    def back(self, fixed: Env, kept: Any, h: Cotangents, scale: Scale, out: Ledger) -> Any:
         operands, _ = self.operands_of(fixed, {})
         h_last, h_ys = self.arriving(h)
         sums = Sums(self, operands, self.inner_in_back)
-        h_first, total, memo = self.backward(
-            operands, kept, h_last, h_ys, (0, self.length), sums, sums.start()
+        h_first, exponent, total, memo = self.backward(
+            operands, kept, h_last, h_ys, (0, self.length), sums, sums.start(scale.at)
         )
-        self.leaving(h, h_first)
+        for v, value in self.leaving(h_first):
+            h.add(v, value, scale.at + exponent)
         seeds = [h_first[self.body.active.index(j)] for j in self.seeded]
         out.add(sums.finish(total))
-        return memo, seeds, h_ys
+        return memo, exponent, seeds, h_ys
 
     def no_memo(self, seeds: Sequence[Any] = ()) -> Any:
-        steps = self.walk.steps
-        layer = ([s.no_memo() for s in steps], ((), [()] * len(steps)))
-        return (layer, None, None), list(seeds), []
+        return None, None, list(seeds), []
 
     def prepare(self, fixed: Env) -> Any:
         """Factors that need a solve, for all layers in one batched call; None: made in the loop."""
@@ -454,15 +493,24 @@ class ScanStep(Step):
         return jax.vmap(layer, axis_size=self.length)(operands.xs, operands.made)
 
     def sweep(
-        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
-    ) -> list[Any]:
+        self,
+        fixed: Env,
+        kept: Any,
+        memo: Any,
+        factors: Any,
+        x: Env,
+        h: Cotangents,
+        scale: Scale,
+        out: Ledger,
+    ) -> list[Measured]:
         if self.source == "none":  # no weight in it, nor a cotangent behind it that is walked to
             for v in self.block.inputs:
                 h.pop(v, None)
             self.run(fixed, x, again=True)
             return []
         body = self.body
-        memo, seeds, h_ys = memo
+        memo, exponent, seeds, h_ys = memo
+        exponent = np.int32(0) if exponent is None else exponent  # there was no Phase II
         operands, carry = self.operands_of(fixed, x)
         arriving = []
         for j in body.active:
@@ -470,42 +518,177 @@ class ScanStep(Step):
                 arriving.append(seeds[self.seeded.index(j)])
             else:
                 v = self.eqn.invars[body.counts.consts + j]
+                if v in h:
+                    h.move(v, scale.at + exponent)
                 arriving.append(h.pop(v, None))
         sums = Sums(self, operands, self.inner_in_sweep, out, apart=self.weights_in_back)
         factors = [None] * len(self.walk.steps) if factors is None else factors
-        worst = compat.varying_zero((operands[:3], carry, arriving, kept, memo, h_ys), jnp.float32)
+        declarations = self.probe_all(operands)
+        zero = compat.varying_zero((operands[:3], carry, arriving, kept, memo, h_ys), jnp.float32)
         last, h_last, total, worst, ys = self.onward(
-            *(operands, kept, memo, factors, carry, arriving, h_ys),
-            *((0, self.length), sums, sums.start(), worst),
+            *(operands, kept, memo, factors, carry, arriving, exponent, h_ys),
+            *((0, self.length), sums, sums.start(scale.at), self.worst.start(zero)),
         )
         split = body.counts.carry
         x.update(zip(self.eqn.outvars[:split], last, strict=True))
         for j, value in zip(body.active, h_last, strict=True):
-            h[self.eqn.outvars[j]] = value
+            h.put(self.eqn.outvars[j], value, scale.at)
         for k, value in zip(body.active_ys, h_ys, strict=True):
-            h[self.eqn.outvars[split + k]] = value
+            h.put(self.eqn.outvars[split + k], value, scale.at)
         if self.wants_ys:
             x.update(zip(self.eqn.outvars[split:], ys, strict=True))
         out.add(sums.finish(total))
-        return [worst] if self.certify else []
+        return [*declarations, *self.worst.finish(worst)]
 
-    def _samples(self, h: Sequence[Any]) -> Any:
-        return [certificate.sample(a) for a in h] if self.certify else ()
+    # -- the certificate ---------------------------------------------------------------------------
+    def places(self, limit: float) -> list[certificate.Place]:
+        """Of the weights that all layers are probed for at once, of the carry's cotangents at the end of
+        every tile, and inside the layers."""
+        if self.source == "none":
+            return []
+        declared = [p for s in self.probed for p in s.declared_places]
+        carry = self.place_of("walk", limit, ends=True)
+        found = [*declared, *[carry] * len(self.body.active), *self.walk.places]
+        return [replace(p, layers=self.length, ends=p is carry) for p in found]
 
-    def _compared(self, worst: Any, h: Sequence[Any], samples: Sequence[Any]) -> Any:
-        """The largest error so far, with that of `h` against what Phase II had of it."""
-        if not self.certify:
-            return worst
-        pairs = zip(h, samples, strict=True)
-        errors = [certificate.compare(a, s) for a, s in pairs]
-        return jnp.maximum(worst, certificate.worst(errors).astype(worst.dtype))
+    @property
+    def worst(self) -> Worst:
+        """Of what the loops measure."""
+        first = sum(len(s.declared_places) for s in self.probed)
+        return Worst(self.places(self.walk.limit)[first:])
+
+    @property
+    def probed(self) -> list[BlockStep]:
+        """Steps whose declared weights are probed for all layers in one batched call: in the loop, it
+        would be a few small products in every layer, which take as long as their latency."""
+        steps = [s for s in self.walk.steps if isinstance(s, BlockStep)]
+        at_hand = self.hoisted or self.weight_side.is_trivial
+        inside = {self.body.jaxpr.invars[i] for i in self.body.volatile}
+        return [
+            s
+            for s in steps
+            if at_hand
+            and s.declared_places
+            and all(v in self.body.trunk.fixed and v not in inside for v in s.inner.operands)
+        ]
+
+    def probe_all(self, operands: Operands) -> list[Measured]:
+        """How far the weights of `probed` are from what is declared of them."""
+        steps = self.probed
+        if not steps:
+            return []
+
+        def layer(xs: Any, made: Any) -> list[Any]:
+            env = self._fixed(operands.consts, xs, made)
+            return [m.error for s in steps for m in s.probe(env)]
+
+        stacks = jax.vmap(layer, axis_size=self.length)(operands.xs, operands.made)
+        places = self.places(self.walk.limit)
+        return [
+            Measured(certificate.largest(a), place, jnp.argmax(a))
+            for a, place in zip(stacks, places, strict=False)
+        ]
+
+    def hold_to(self, limit: float) -> None:
+        self.walk.hold_to(limit)
 
     wants_ys = False  # whether Phase III must stack the outputs again for a later node
 
 
-def _from(first: Any, step: Any) -> Any:
-    """A loop's step, counting from a first place."""
-    return lambda carry, place, xs: step(carry, first + place, xs)
+class Down(NamedTuple):
+    """What Phase II carries from layer to layer."""
+
+    h: Sequence[Any]
+    exponent: Any  # of h, relative to the cotangents that arrived at the scan
+    total: Any  # gradients
+
+
+class Up(NamedTuple):
+    """What Phase III carries from layer to layer."""
+
+    x: Sequence[Any]
+    h: Sequence[Any]
+    exponent: Any
+    total: Any
+    worst: Any  # errors
+
+
+@dataclass(frozen=True)
+class Level:
+    """Something that happens at the ends of pieces of `size` layers.
+
+    Phase II arrives at the end of a piece and leaves at its start; Phase III the other way round. What
+    Phase II returns at an end, Phase III is given there.
+    """
+
+    size: int
+
+    def down_from_end(self, scan: ScanStep, state: Down) -> tuple[Down, Any]:
+        return state, ()
+
+    def down_at_start(self, state: Down) -> Any:
+        return ()
+
+    def up_from_start(self, state: Up, kept: Any) -> Up:
+        return state
+
+    def up_at_end(self, scan: ScanStep, state: Up, kept: Any, layer: Any) -> Up:
+        return state
+
+
+class Anchors(Level):
+    """Every piece starts from the cotangent that Phase II had there."""
+
+    def down_at_start(self, state: Down) -> Any:
+        return state.h, state.exponent
+
+    def up_from_start(self, state: Up, kept: Any) -> Up:
+        h, exponent = kept
+        return state._replace(h=h, exponent=exponent)
+
+
+_FRESH = 64  # binary orders of magnitude
+
+
+class Tiles(Level):
+    """At the end of every piece, the cotangent is sketched and rescaled to the size of 1."""
+
+    def down_from_end(self, scan: ScanStep, state: Down) -> tuple[Down, Any]:
+        sketches = [certificate.sketch(a) for a in state.h]
+        if not scan.rescales:
+            return state, (sketches, np.int32(0))
+        sizes = [certificate.exponent(s, a.size) for s, a in zip(sketches, state.h, strict=True)]
+        by = functools.reduce(jnp.maximum, sizes)
+        if scan.body.active_ys:
+            # Layers that bring cotangents of their own bring them at the scan's own scale.
+            by = jnp.clip(state.exponent + by, -_FRESH, _FRESH) - state.exponent
+        h = [shifted(a, -by) for a in state.h]
+        sketches = [shifted(s, -by) for s in sketches]
+        return state._replace(h=h, exponent=state.exponent + by), (sketches, by)
+
+    def up_at_end(self, scan: ScanStep, state: Up, kept: Any, layer: Any) -> Up:
+        sketches, by = kept
+        h, exponent = state.h, state.exponent
+        if scan.rescales:
+            # Sketched after it is rescaled, and not before: then that is one pass over it.
+            h, sketches = ([shifted(a, by) for a in arrays] for arrays in (h, sketches))
+            exponent = exponent - by
+        errors = [
+            certificate.compare(certificate.sketch(a), s) for a, s in zip(h, sketches, strict=True)
+        ]
+        worst = scan.worst.update(state.worst, errors, layer)
+        return state._replace(h=h, exponent=exponent, worst=worst)
+
+
+_START = -1
+
+
+def _traced(scales: Sequence[Scale], grown: Exponent) -> dict[int, Any]:
+    """Of a layer's exponents those that are not known to be 0, by step; of its start, by `_START`."""
+    found: dict[int, Any] = {
+        i: tuple(s) for i, s in enumerate(scales) if not all(map(is_none, (*s.before, s.at)))
+    }
+    return found if is_none(grown) else {**found, _START: grown}
 
 
 class Operands(NamedTuple):
@@ -544,6 +727,7 @@ class Sums:
         operands are handed out, but for those in `apart`."""
         self.scan, self.operands, self.inner = scan, operands, inner
         side, body = scan.weight_side, scan.body
+        self.exponent: Exponent = 0
         self.layers: list[Layers] = []
         self.shared: dict[int, Any] = {}  # by place among the body's weights
         self.stacked: dict[int, Any] = {}  # their variables outside, by that place
@@ -565,8 +749,9 @@ class Sums:
         self.layers.append(Layers({v: a for v, a in values.items() if v in others}))
         self.layers.append(Layers(alone) if out is None else out.layers(alone))
 
-    def start(self) -> Any:
-        """What the loop carries, at its start."""
+    def start(self, exponent: Exponent = 0) -> Any:
+        """What the loop carries, at its start. `exponent`: of the cotangents that arrive at the scan."""
+        self.exponent = exponent
         zeros = {k: jnp.zeros_like(a) for k, a in self.shared.items()}
         return zeros, [layers.start() for layers in self.layers]
 
@@ -581,10 +766,11 @@ class Sums:
             for v, a in zip(variables, xs, strict=True)
         ]
 
-    def add(self, carried: Any, i: Any, env: Env, found: Gradients) -> Any:
-        """Take the gradients that layer i has found."""
+    def add(self, carried: Any, i: Any, env: Env, found: Gradients, exponent: Exponent = 0) -> Any:
+        """Take the gradients that layer i has found, with their exponent relative to the scan's."""
         if not self.inner:
             return carried
+        found = {v: shifted(g, self.exponent + exponent) for v, g in found.items()}
         shared, stacked = carried
         side = self.scan.weight_side
         if self.operands.made is not None:

@@ -31,6 +31,9 @@ Tail = Callable[..., Sequence[Any]]
 
 def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
     """∂J/∂x of a tail whose one result is the loss."""
+    if any(map(jnp.iscomplexobj, x)):
+        found = by_entries(lambda *parts: tail(*joined(x, parts)), real_parts(x), chunk)
+        return as_gradients(x, found)
     sizes = [a.size for a in x]
     total = sum(sizes)
 
@@ -50,6 +53,9 @@ def by_features(
 
     `shapes`: of the sums, which have one entry.
     """
+    if any(map(jnp.iscomplexobj, x)):
+        found = by_features(lambda *parts: tail(*joined(x, parts)), outer, shapes, real_parts(x), chunk)
+        return as_gradients(x, found)
     examples = x[0].shape[0]
     sums = [jnp.sum(r).reshape(s) for r, s in zip(tail(*x), shapes, strict=True)]
     slopes = [
@@ -70,6 +76,24 @@ def by_features(
     flat = _in_chunks(derivative, total, chunk)[:total]
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
     return [jnp.moveaxis(p, 0, -1).reshape(a.shape) for p, a in zip(parts, x, strict=True)]
+
+
+def real_parts(arrays: Sequence[Any]) -> list[Any]:
+    """Real arrays, and real and imaginary parts of complex ones."""
+    parts = ([jnp.real(a), jnp.imag(a)] if jnp.iscomplexobj(a) else [a] for a in arrays)
+    return [part for of in parts for part in of]
+
+
+def joined(arrays: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+    """Arrays like the given ones, from their real parts."""
+    values = iter(parts)
+    is_complex = [jnp.iscomplexobj(a) for a in arrays]
+    return [lax.complex(next(values), next(values)) if c else next(values) for c in is_complex]
+
+
+def as_gradients(arrays: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+    """JAX's convention: of a complex array a + ib it is ∂J/∂a − i ∂J/∂b."""
+    return [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in joined(arrays, parts)]
 
 
 def _jvp(fun: Tail, x: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from . import scans
+from .certificate import Measured, Place
 from .ledger import Ledger
 from .residuals import Residual, nbytes
 from .trunk import Node, Trunk
@@ -73,6 +74,11 @@ class Stretch:
         self.inputs = tuple(v for v in reads if v not in made and v not in trunk.fixed)
         self.state_bytes = nbytes(*(v.aval for v in self.inputs))
 
+    @property
+    def places(self) -> list[Place]:
+        """Where errors are measured: nowhere, in what JAX differentiates itself."""
+        return []
+
     def run_keeping_start(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> list[Any]:
         """Forward: what `start_again` needs."""
         kept = [x[v] for v in self.inputs]
@@ -114,8 +120,6 @@ class Stretch:
 
 class Plain(Stretch):
     """Nodes that are stored or recomputed."""
-
-    is_estimated = False  # it is what JAX does
 
     def __init__(
         self,
@@ -189,8 +193,8 @@ class Plain(Stretch):
             return self._linearise(fixed, x, retain, again=again)
         return self.run_keeping_start(fixed, x, retain, again=again)
 
-    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
-        """From the outputs' cotangents to the inputs', handing out gradients; no errors to sample."""
+    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Measured]:
+        """From the outputs' cotangents to the inputs', handing out gradients; no errors to measure."""
         if self.recomputed:
             fixed, x = self.start_again(fixed, kept, h)
             kept = self._linearise(fixed, x, frozenset(), again=True)
@@ -254,7 +258,6 @@ class Nested(Stretch):
     """Segments in a segment: run again from its start, each of them keeps what it keeps itself."""
 
     kind = "recompute"
-    is_estimated = False
 
     def __init__(self, parts: Sequence[Plain | Nested]):
         super().__init__(parts[0].trunk, parts[0].start, parts[-1].stop)
@@ -280,7 +283,7 @@ class Nested(Stretch):
         """Forward: reads and writes `x`, returns the state at the start."""
         return self.run_keeping_start(fixed, x, retain, again=again)
 
-    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Any]:
+    def reverse(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> list[Measured]:
         """As `Plain.reverse`."""
         fixed, x = self.start_again(fixed, kept, h)
         saved = [part.phase_one(fixed, x, again=True) for part in self.parts]

@@ -114,7 +114,9 @@ class Book:
             return static, False
         measured = [rule.gain(block, [e[v] for v in block.operands]) for e in known]
         lasting = max((g.lasting for g in measured if g.lasting is not None), default=None)
-        gain = Gain(max(g.factor for g in measured), any(g.mixes for g in measured), lasting=lasting)
+        worst = max(measured, key=lambda g: g.factor)
+        mixes = any(g.mixes for g in measured)
+        gain = Gain(worst.factor, mixes, lasting=lasting, reason=worst.reason)
         gain = Gain.unknown() if math.isnan(gain.factor) else gain  # the weights are not finite
         self.recorded[key] = gain
         return gain, True
@@ -130,7 +132,6 @@ class Options:
     limit: float  # how far error may grow between exact cotangents
     anchors: bool = True  # whether a reverse pass can keep any, for memory's sake
     anchor_every: int | None = None
-    certify: bool = False
     precision: Any = None  # of the cotangents' chain; None: as the gains ask for
     ambient: float = 1.0  # up to which growth the ambient precision is right
     fragments: bool = True  # whether blocks may keep part of a cotangent
@@ -166,7 +167,7 @@ def plan_walk(
             cut, nodes, options, set(wanted), frozenset(given), book, envs, place, by_skips
         )
         growth = planner.settle()
-        walk = Walk(cut, start, stop, planner.steps(), frozenset(given), options.certify)
+        walk = Walk(cut, start, stop, planner.steps(), frozenset(given))
         walk.growth = planner.largest_growth
         return walk, growth
 
@@ -371,7 +372,7 @@ class _Sources:
                 self.source[i] = "vijp"
                 wanted.update(node.block.inputs)
             elif gain.factor > self.options.limit and self.options.anchor_every is None:
-                self.forced[i] = _too_large(gain.factor)
+                self.forced[i] = _too_large(gain)
                 self.source[i] = "anchor"
             else:
                 self.source[i] = "vijp"
@@ -564,13 +565,13 @@ class _Sources:
             return True
 
 
-def _too_large(factor: float) -> str:
-    if math.isinf(factor):
-        return (
+def _too_large(gain: Gain) -> str:
+    if math.isinf(gain.factor):
+        return gain.reason or (
             "its gain is not bounded while tracing: declare the weight's structure, or plan with "
             "concrete arguments"
         )
-    return f"gain {factor:.3g} alone exceeds the tolerance"
+    return f"gain {gain.factor:.3g} alone exceeds the tolerance"
 
 
 def period_for(layer: Gain, arriving: Growth, length: int, limit: float) -> int | None:
@@ -621,9 +622,6 @@ def _plan_scan(
         prefix=key,
     )
     walk.is_body, walk.end = True, len(walk.steps)  # a layer is swept to its carry
-    # The carry's cotangents are compared once a layer; errors inside may be lost on the way there.
-    inside = any(s.source == "fragment" for s in walk.steps)
-    walk.certify = options.certify and (inside or walk.has_difference)
     leaving = [growth[v] for v in carry_out if v in growth]
     layer = Growth.worst(leaving)
     step = ScanStep(
@@ -635,9 +633,10 @@ def _plan_scan(
         layer.gain(any(s.gain.assumed for s in walk.steps)),
         body=body,
         walk=walk,
-        certify=options.certify,
     )
     step.hoisted = is_worth_hoisting(step)
+    for inner in step.probed:
+        inner.probed_outside = True
     return step
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import compat
+from . import activity, compat
 from .compat import Literal
 
 
@@ -30,8 +30,11 @@ class Staged(NamedTuple):
     out_tree: Any
 
 
-def stage(fun: Callable[..., Any], *args: Any) -> Staged:
-    """Trace `fun` at `args` (pytrees of arrays or ShapeDtypeStructs) into one flat jaxpr."""
+def stage(fun: Callable[..., Any], *args: Any, differentiated: int | None = None) -> Staged:
+    """Trace `fun` at `args` (pytrees of arrays or ShapeDtypeStructs) into one flat jaxpr.
+
+    `differentiated`: the first output is going to be differentiated with respect to so many leaves.
+    """
     leaves, in_tree = jax.tree.flatten(args)
     out_trees = []
 
@@ -41,6 +44,8 @@ def stage(fun: Callable[..., Any], *args: Any) -> Staged:
         return out
 
     jaxpr, consts = flatten_calls(jax.make_jaxpr(flat_fun)(*leaves), leaves)
+    if differentiated is not None:
+        jaxpr, consts = activity.settled(jaxpr, consts, differentiated, 1)
     names = name_constants(fun, jaxpr.constvars, consts)
     return Staged(jaxpr, tuple(consts), names, out_trees[-1])
 

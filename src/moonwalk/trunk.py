@@ -17,17 +17,18 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 
 from . import chain, compat, graph
+from .activity import active_variables
 from .compat import JaxprEqn, Literal
 from .declare import Declaration, propagate
 from .errors import NotSubmersiveError
 from .facts import fold_constants, propagate_names
 from .graph import Block, Cutter
-from .partition import MOVING, POINTWISE, active_variables, partition
+from .partition import MOVING, POINTWISE, partition
 from .registry import Rule, Verdict
 
 
@@ -83,6 +84,11 @@ class Node:
     @cached_property
     def effects(self) -> bool:
         return any(compat.has_effects(e) for e in self.block.eqns)
+
+    @cached_property
+    def has_own_pullback(self) -> bool:
+        """Whether a `custom_vjp` inside has a backward pass of its own, which need not be linear."""
+        return any(compat.runs(e, compat.custom_vjp_call_p) for e in self.block.eqns)
 
     @cached_property
     def is_silent(self) -> bool:
@@ -195,22 +201,12 @@ def build(
     sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
     on_trunk = active & (sides.trunk_vars | set(state))
     eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.trunk, on_trunk, outputs)
-    results = frozenset(v for v in (*jaxpr.outvars, *outputs) if not isinstance(v, Literal))
-    cutter = Cutter(
-        eqns_of_trunk,
-        results=results,
-        # A value that is forked has its copies as readers, and they are no equations.
-        outputs=frozenset(v for v in (*outputs, *(v for v, _ in forks)) if v in on_trunk),
-        active=frozenset(on_trunk),
-        declarations=declared,
-        names=propagate_names(eqns, names or {}),
-        constants=folded,
-    )
-    opener = _Opener(cutter, sides, eqns, forks)
-    groups = partition(eqns_of_trunk, on_trunk, outputs)
-    isometric = _join_isometries(groups, cutter)
-    for group in isometric:
-        opener.add(group)
+    facts = {"declarations": declared, "names": propagate_names(eqns, names or {}), "constants": folded}
+    opener = _Opener(facts, sides, eqns, on_trunk)
+    pieces = opener.cut(eqns_of_trunk, outputs, forks, results=jaxpr.outvars)
+    outputs = [pieces.restored.get(v, v) if _is_var(v) else v for v in outputs]
+    opener.add_all(pieces)
+    results = frozenset(v for v in (*jaxpr.outvars, *outputs) if _is_var(v))
     weights_of_trunk = active - on_trunk
     nodes = opener.nodes(weights_of_trunk)
     return Trunk(
@@ -326,7 +322,7 @@ def _separate_outputs(
         for place, copy in zip(places, copies, strict=False):
             outputs[place] = copy
         if inside:
-            eqns = [_reading(e, v, copies[-1]) if _carries(e, active) else e for e in eqns]
+            eqns = [_reading(e, {v: copies[-1]}) if _carries(e, active) else e for e in eqns]
         forks.append((v, copies))
         active.update(copies)
     return eqns, outputs, forks, active
@@ -340,11 +336,25 @@ def _carries(eqn: JaxprEqn, active: set[Any]) -> bool:
     return any(v in active for v in eqn.outvars)
 
 
-def _reading(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
-    """The equation with one variable replaced where it is read."""
-    if not any(v is old for v in eqn.invars):
-        return eqn
-    return eqn.replace(invars=[new if v is old else v for v in eqn.invars])
+def _reading(eqn: JaxprEqn, new: Mapping[Any, Any]) -> JaxprEqn:
+    """The equation with variables replaced where it reads them."""
+    invars = [new.get(v, v) if _is_var(v) else v for v in eqn.invars]
+    return eqn if invars == eqn.invars else eqn.replace(invars=invars)
+
+
+def _standing(
+    groups: Sequence[Sequence[JaxprEqn]], forks: Forks
+) -> tuple[list[tuple[Any, list[Any]]], dict[Any, Any]]:
+    """(the forks that can stand between the groups, the copies that are their variable again)."""
+    kept, restored = [], {}
+    for v, copies in forks:
+        own = next((g for g in groups if any(v is o for e in g for o in e.outvars)), [])
+        inside = {u for e in own for u in e.invars if isinstance(u, Copy)}
+        left = [copy for copy in copies if copy not in inside]
+        if len(left) > 1:
+            kept.append((v, left))
+        restored.update((copy, v) for copy in copies if copy in inside or len(left) < 2)
+    return kept, restored
 
 
 def _join_isometries(groups: Sequence[Sequence[JaxprEqn]], cutter: Cutter) -> list[list[JaxprEqn]]:
@@ -360,36 +370,83 @@ def _join_isometries(groups: Sequence[Sequence[JaxprEqn]], cutter: Cutter) -> li
     return [list(item.eqns) if isinstance(item, Block) else [item] for item in joined]
 
 
+Forks = Sequence[tuple[Any, Sequence[Any]]]  # variables, and the copies that take their place
+
+
+class _Pieces(NamedTuple):
+    """Equations cut into groups, each of which becomes a part."""
+
+    groups: list[list[JaxprEqn]]
+    forks: list[tuple[Any, list[Any]]]  # those that are left between the groups
+    restored: dict[Any, Any]  # copies that are not needed, and the variables that stand for them
+    cutter: Cutter
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was cut."""
+        return not self.forks and sum(any(map(self.cutter.on_trunk, g)) for g in self.groups) < 2
+
+
 class _Opener:
-    """Makes nodes of groups of equations, opening those that no rule serves."""
+    """Makes nodes of groups of equations, opening those that no rule serves.
 
-    def __init__(self, cutter: Cutter, sides: _Sides, order: Sequence[JaxprEqn], forks: Any):
-        self.cutter, self.sides = cutter, sides
+    Groups never wait for each other: those of one `cut` have an order in which they can run, forks
+    included, and opening a group replaces it by groups that have one, too.
+    """
+
+    def __init__(
+        self,
+        facts: dict[str, Mapping[Any, Any]],
+        sides: _Sides,
+        order: Sequence[JaxprEqn],
+        active: Iterable[Any],
+    ):
+        self.facts, self.sides = facts, sides
         self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
-        self.active = set(cutter.active)
+        self.active = set(active)
         self.parts: list[tuple[Block, Rule | None, Verdict]] = []
-        for v, copies in forks:
-            self._fork(v, copies)
 
-    def _fork(self, v: Any, copies: Sequence[Any]) -> None:
-        fork = Fork((), (v,), tuple(copies), ())
-        self.parts.append((fork, None, Verdict(True, "copies a state")))
+    def cut(
+        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Any], forks: Forks, *, results: Iterable[Any]
+    ) -> _Pieces:
+        """The finest groups of equations between which the forks can stand.
 
-    def _cutter(self, eqns: Sequence[JaxprEqn], outside: Iterable[Any]) -> Cutter:
-        """A cutter for a part of the trunk whose variables `outside` are read elsewhere."""
-        return Cutter(
-            eqns,
-            results=self.cutter.results | frozenset(outside),
-            outputs=frozenset(outside) & frozenset(self.active),
-            active=frozenset(self.active),
-            declarations=self.cutter.facts["declarations"],
-            names=self.cutter.facts["names"],
-            constants=self.cutter.facts["constants"],
+        `outputs`: variables to which a cotangent comes from outside. `results`: others that are read
+        outside. A fork inside a group would have to run in the middle of it: there its copies are the
+        variable itself again.
+        """
+        outputs = [v for v in outputs if _is_var(v)]
+        outside = [*outputs, *(v for v in results if _is_var(v)), *(v for v, _ in forks)]
+        copies = {copy: v for v, made in forks for copy in made}
+        active = {*self.active, *copies}
+        groups = partition(eqns, active, outside, copies)
+        kept, restored = _standing(groups, forks)
+        if restored:
+            groups = [[_reading(e, restored) for e in group] for group in groups]
+            outputs = [restored.get(v, v) for v in outputs]
+        cutter = Cutter(
+            [e for group in groups for e in group],
+            results=frozenset(outside),
+            # A variable that is forked is read by its copies, which are no equations.
+            outputs=frozenset(v for v in (*outputs, *(v for v, _ in kept)) if v in active),
+            active=frozenset(active),
+            copies={copy: v for v, made in kept for copy in made},
+            **self.facts,
         )
+        # A branch that forks and comes together again (a norm) is one block.
+        return _Pieces(_join_isometries(groups, cutter), kept, restored, cutter)
 
-    def add(self, group: Sequence[JaxprEqn], cutter: Cutter | None = None) -> None:
+    def add_all(self, pieces: _Pieces) -> None:
+        """The groups of a cut, and its forks."""
+        for v, copies in pieces.forks:
+            self.active.update(copies)
+            fork = Fork((), (v,), tuple(copies), ())
+            self.parts.append((fork, None, Verdict(True, "copies a state")))
+        for group in pieces.groups:
+            self.add(group, pieces.cutter)
+
+    def add(self, group: Sequence[JaxprEqn], cutter: Cutter) -> None:
         """One group of the partition."""
-        cutter = cutter or self.cutter
         group = self.sides.absorbed(group)
         block = cutter.block(group)
         if not block.outputs:
@@ -409,35 +466,30 @@ class _Opener:
             if len(uses) < 2:
                 continue
             copies = [Copy(v) for _ in uses]
-            replaced = {id(e): (e, copy) for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
-            eqns = [_reading(e, v, replaced[id(e)][1]) if id(e) in replaced else e for e in block.eqns]
-            self.active.update(copies)
-            self._fork(v, copies)
-            outside = [o for o in (*block.outputs, *block.exports) if o is not v]
-            outside += [] if v in block.inputs else [v]  # the fork reads it
-            cutter = self._cutter(eqns, outside)
-            # As in the trunk itself: a branch that forks and comes together again (a norm) is one block.
-            for part in _join_isometries(partition(eqns, self.active, outside), cutter):
-                self.add(part, cutter)
-            return True
+            copy_of = {id(e): copy for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
+            eqns = [_reading(e, {v: copy_of.get(id(e), v)}) for e in block.eqns]
+            pieces = self.cut(eqns, block.outputs, [(v, copies)], results=block.exports)
+            if not pieces.is_whole:
+                self.add_all(pieces)
+                return True
         return False
 
     def _open_scan(self, block: Block) -> bool:
         """Split a state that starts several carries of a scan."""
         (eqn,) = block.eqns
         invars = list(eqn.invars)
+        forks = []
         for v in block.inputs:
             places = [i for i, u in enumerate(invars) if u is v]
             if len(places) > 1:
                 copies = [Copy(v) for _ in places]
                 for place, copy in zip(places, copies, strict=True):
                     invars[place] = copy
-                self.active.update(copies)
-                self._fork(v, copies)
-        if invars == list(eqn.invars):
+                forks.append((v, copies))
+        if not forks:
             return False
         split = [eqn.replace(invars=invars)]
-        self.add(split, self._cutter(split, (*block.outputs, *block.exports)))
+        self.add_all(self.cut(split, block.outputs, forks, results=block.exports))
         return True
 
     def _uses(self, block: Block, v: Any) -> list[list[JaxprEqn]]:

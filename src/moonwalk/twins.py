@@ -80,7 +80,7 @@ def widened(block: Block) -> Block | None:
 
     eqns = []
     for e in block.eqns:
-        if any(hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in e.params.values()):
+        if compat.inner_jaxprs(e):
             return None
         params = {k: _wide_param(p) for k, p in e.params.items()}
         invars = [_wide_literal(v) for v in map(wide, e.invars)]

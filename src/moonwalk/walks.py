@@ -6,29 +6,41 @@
 
 Environments are dictionaries from variables to values: `fixed` holds weights, data and their sides,
 which every phase can read; `x` and `h` hold activations and cotangents of the variables that are alive.
+Cotangents carry exponents (`scale`). Phase II rescales them where it sketches them for the certificate,
+and Phase III undoes that step by step: between two nodes a cotangent has the same exponent in both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from . import certificate, compat, twins
+from .certificate import Measured
 from .fragments import Fragmental, Place
 from .graph import Block
 from .ledger import Gradients, Ledger
 from .registry import Gain
 from .residuals import Residual, nbytes
+from .scale import Cotangents, Exponent, difference, largest, shifted
 from .trunk import Node, Trunk
 
 Env = dict[Any, Any]
 
 MOVED = "moved"  # in an environment of a scan's layer: how far the layers before it have moved grids
 WALKED = ("vijp", "fragment")  # sources that take the inputs' cotangents
+
+
+class Scale(NamedTuple):
+    """Exponents of the outputs' cotangents: as they arrive in Phase II, and as the step uses them."""
+
+    before: tuple[Exponent, ...]
+    at: Exponent
 
 
 @dataclass(eq=False, repr=False)
@@ -87,6 +99,20 @@ class Step:
         """Values of the operands; what later phases cannot read is None there."""
         return [fixed[v] if v in fixed else env.get(v) for v in self.block.operands]
 
+    # -- the certificate -------------------------------------------------------------------------
+    def places(self, limit: float) -> list[certificate.Place]:
+        """Where its own sweep measures errors, which may be at most `limit`."""
+        del limit
+        return []
+
+    def place_of(self, kind: str, limit: float, *, ends: bool = False) -> certificate.Place:
+        """Its output, as a place where an error is measured."""
+        line = compat.source_line(self.block.eqns[-1]) if self.block.eqns else ""
+        return certificate.Place(kind, self.node.describe(), line, limit, ends=ends)
+
+    def hold_to(self, limit: float) -> None:
+        """Let errors inside it be at most so large."""
+
     # -- the three phases ------------------------------------------------------------------------
     def run(self, fixed: Env, x: Env, *, again: bool = False) -> None:
         """Forward, keeping nothing: write the outputs to `x`."""
@@ -106,14 +132,27 @@ class Step:
         """What `keep` would have kept, where there was no Phase I; `x` is left as it is."""
         return self.keep(fixed, dict(x))
 
-    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+    @property
+    def rescales(self) -> bool:
+        """Whether its pullback is linear, so that cotangents may be multiplied by powers of two."""
+        return not self.node.has_own_pullback
+
+    def back(self, fixed: Env, kept: Any, h: Cotangents, scale: Scale, out: Ledger) -> Any:
         """Phase II: from the outputs' cotangents to the inputs'; returns what it keeps (its memo)."""
         raise NotImplementedError
 
     def sweep(
-        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
-    ) -> list[Any]:
-        """Phase III: outputs and their cotangents to `x` and `h`; returns sampled errors."""
+        self,
+        fixed: Env,
+        kept: Any,
+        memo: Any,
+        factors: Any,
+        x: Env,
+        h: Cotangents,
+        scale: Scale,
+        out: Ledger,
+    ) -> list[Measured]:
+        """Phase III: outputs and their cotangents (at `scale.at`) to `x` and `h`; returns errors."""
         raise NotImplementedError
 
     def no_memo(self, seeds: Sequence[Any] = ()) -> Any:
@@ -241,18 +280,50 @@ class BlockStep(Step):
     def kept_bytes(self) -> int:
         return self.residual.bytes
 
+    probed_outside = False  # whether a scan probes the weights of all layers at once
+
+    def places(self, limit: float) -> list[certificate.Place]:
+        return [] if self.probed_outside else self.declared_places
+
+    @property
+    def declared_places(self) -> list[certificate.Place]:
+        """Weights that the vijp takes to have a structure, and how far they may be from it."""
+        rule = self.node.rule
+        if not self.is_walked or rule is None:
+            return []
+        line = compat.source_line(self.block.eqns[-1])
+        declared = rule.declared(restricted(self.block, self.through))  # as exact as the user's dtype
+        return [certificate.Place("declaration", what, line, limit) for what, limit in declared]
+
+    def probe(self, env: Env) -> list[Measured]:
+        """How far they are from it, by a few random vectors."""
+        rule, places = self.node.rule, self.declared_places
+        if not places:
+            return []
+        assert rule is not None
+        operands = self._operands_of_rule(env)
+        assert operands is not None
+        errors = rule.probe(self.inner, operands)
+        return [Measured(e, place) for e, place in zip(errors, places, strict=True)]
+
     def prepare(self, fixed: Env) -> Any:
         return self._prepare(fixed) if self.is_walked else None
 
     def _prepare(self, env: Env) -> Any:
         """Factors, or None where an operand is not at hand."""
-        rule, block, twin = self.node.rule, self.block, self.twin
+        rule = self.node.rule
         assert rule is not None
+        operands = self._operands_of_rule(env)
+        return None if operands is None else rule.prepare(self.inner, operands)
+
+    def _operands_of_rule(self, env: Env) -> list[Any] | None:
+        """Values of the operands that the rule reads, or None where one is not at hand."""
+        block, twin = self.block, self.twin
         known = dict(zip((*twin.inputs, *twin.operands), (*block.inputs, *block.operands), strict=True))
         if not all(known[v] in env for v in self.inner.operands):
             return None
         values = _cast(self.inner.operands, [env[known[v]] for v in self.inner.operands])
-        return rule.prepare(self.inner, [values[v] for v in self.inner.operands])
+        return [values[v] for v in self.inner.operands]
 
     def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         block, operands = self.block, self.operands(x, fixed)
@@ -263,12 +334,12 @@ class BlockStep(Step):
             x.update(zip(block.exports, block.values(block.exports, state, operands), strict=True))
         return kept
 
-    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+    def back(self, fixed: Env, kept: Any, h: Cotangents, scale: Scale, out: Ledger) -> Any:
         block = self.block
         arriving = tuple(h.pop(v) for v in block.outputs)
         memo: Any = arriving if self.source == "anchor" else ()
         if self.is_stem:
-            out.add(self._gradients(fixed, {}, arriving)[1])
+            out.add(self._gradients(fixed, {}, arriving, scale.at)[1])
             return memo
         if not block.inputs:  # it reads what only a forward pass has: its gradient waits for the sweep
             return memo
@@ -281,20 +352,33 @@ class BlockStep(Step):
             factors = self._prepare(fixed) if rule.reads_factors else None
             memo = rule.fragment(self.inner, factors, ours, wide, self._place(fixed))
         leaving = (ours if pullback is None else pullback)(wide)
-        h.update((v, as_cotangent(v, a)) for v, a in zip(block.inputs, leaving, strict=True))
+        for v, a in zip(block.inputs, leaving, strict=True):
+            h.put(v, as_cotangent(v, a), scale.at)
         return memo
 
     def sweep(
-        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
-    ) -> list[Any]:
+        self,
+        fixed: Env,
+        kept: Any,
+        memo: Any,
+        factors: Any,
+        x: Env,
+        h: Cotangents,
+        scale: Scale,
+        out: Ledger,
+    ) -> list[Measured]:
         block = self.block
+        errors: list[Measured] = []
         if self.source == "anchor":
             leaving: Any = memo
         elif self.is_walked:
+            errors = [] if self.probed_outside else self.probe({**fixed, **x})
             rule = self.node.rule
             assert rule is not None
             ours, _ = self.residual.restore(kept, self.operands({}, fixed))
             factors = self._prepare({**fixed, **x}) if factors is None else factors
+            for v in self.through:
+                h.move(v, scale.at)
             wide = [
                 h[v].astype(t.aval.dtype) for v, t in zip(self.through, self.inner.inputs, strict=True)
             ]
@@ -309,21 +393,24 @@ class BlockStep(Step):
             else:
                 leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
         elif self.source == "given":
+            for v in block.outputs:
+                h.move(v, scale.at)
             leaving = tuple(h[v] for v in block.outputs)
         else:
             leaving = None
         for v in block.inputs:
             h.pop(v, None)
         if leaving is not None:
-            h.update(zip(block.outputs, leaving, strict=True))
+            for v, a in zip(block.outputs, leaving, strict=True):
+                h.put(v, a, scale.at)
         wanted = leaving is not None and self.node.weights and not self.is_stem
-        y, gradients = self._gradients(fixed, x, leaving if wanted else None)
+        y, gradients = self._gradients(fixed, x, leaving if wanted else None, scale.at)
         x.update(zip((*block.outputs, *block.exports), y, strict=True))
         out.add(gradients)
-        return []
+        return errors
 
-    def _gradients(self, fixed: Env, x: Env, h: Any) -> tuple[Any, Gradients]:
-        """(outputs and exports, gradients of the weights where h is given)."""
+    def _gradients(self, fixed: Env, x: Env, h: Any, exponent: Exponent) -> tuple[Any, Gradients]:
+        """(outputs and exports, gradients of the weights where h is given, with its exponent)."""
         block, weights = self.block, self.node.weights
         operands = dict(zip(block.operands, self.operands(x, fixed), strict=True))
         state = [x[v] for v in block.inputs]
@@ -346,7 +433,10 @@ class BlockStep(Step):
 
         y, pullback, exports = jax.vjp(run, *(values[twin.operands[i]] for i in at), has_aux=True)
         arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True))
-        found = {v: g.astype(v.aval.dtype) for v, g in zip(weights, pullback(arriving), strict=True)}
+        found = {
+            v: shifted(g, exponent).astype(v.aval.dtype)
+            for v, g in zip(weights, pullback(arriving), strict=True)
+        }
         out = (*y, *exports)
         if twin is not block:
             out = block.values(shown, state, [operands[v] for v in block.operands])
@@ -408,21 +498,37 @@ class ForkStep(Step):
         x.update((copy, x[v]) for copy in self.block.outputs)
         return ()
 
-    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
-        arriving = [h.pop(copy) for copy in self.block.outputs]
-        h[self.block.inputs[0]] = sum(arriving[1:], arriving[0])
+    def back(self, fixed: Env, kept: Any, h: Cotangents, scale: Scale, out: Ledger) -> Any:
+        copies = self.block.outputs
+        arriving = [h.pop(copy) for copy in copies]
+        # Each copy keeps the exponent that it has: the smallest may be lost in the sum.
+        summands = [
+            shifted(a, difference(e, scale.at)) for a, e in zip(arriving, scale.before, strict=True)
+        ]
+        h.put(self.block.inputs[0], sum(summands[1:], summands[0]), scale.at)
         return tuple(arriving[i] for i in self.kept_copies)
 
     def sweep(
-        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
-    ) -> list[Any]:
+        self,
+        fixed: Env,
+        kept: Any,
+        memo: Any,
+        factors: Any,
+        x: Env,
+        h: Cotangents,
+        scale: Scale,
+        out: Ledger,
+    ) -> list[Measured]:
         (v,), copies = self.block.inputs, self.block.outputs
         whole = h.pop(v, None)
         x.update((copy, x[v]) for copy in copies)
-        h.update((copies[i], value) for i, value in zip(self.kept_copies, memo, strict=True))
+        for i, value in zip(self.kept_copies, memo, strict=True):
+            h.put(copies[i], value, scale.before[i])
         if self.difference is not None:
-            known = [*memo, *(h[copies[i]] for i in self.given)]
-            h[copies[self.difference]] = whole - sum(known[1:], known[0]) if known else whole
+            places = (*self.kept_copies, *self.given)
+            known = [shifted(h[copies[i]], difference(h.exponent(copies[i]), scale.at)) for i in places]
+            rest = whole - sum(known[1:], known[0]) if known else whole
+            h.put(copies[self.difference], rest, scale.at)
         return []
 
 
@@ -438,12 +544,20 @@ class AsideStep(Step):
     def keep_late(self, fixed: Env, x: Env) -> Any:
         return ()  # what prints or calls back has done so
 
-    def back(self, fixed: Env, kept: Any, h: Env, out: Ledger) -> Any:
+    def back(self, fixed: Env, kept: Any, h: Cotangents, scale: Scale, out: Ledger) -> Any:
         return ()
 
     def sweep(
-        self, fixed: Env, kept: Any, memo: Any, factors: Any, x: Env, h: Env, out: Ledger
-    ) -> list[Any]:
+        self,
+        fixed: Env,
+        kept: Any,
+        memo: Any,
+        factors: Any,
+        x: Env,
+        h: Cotangents,
+        scale: Scale,
+        out: Ledger,
+    ) -> list[Measured]:
         if self.again and not self.node.effects:
             self.run(fixed, x)
         return []
@@ -458,8 +572,8 @@ class Walk:
     stop: int
     steps: list[Any]
     given: frozenset[Any] = frozenset()  # outputs whose cotangents are known in Phase III
-    certify: bool = False
     growth: float = 1.0  # how much relative error is predicted to grow along it, at most
+    limit: float = math.inf  # how large its certificate may be
     recomputed: bool = False  # Phase I keeps its start alone, and is run again before Phase II
     is_body: bool = False  # of a scan, which compares the carry's cotangents itself
 
@@ -478,15 +592,57 @@ class Walk:
 
     @property
     def sampled(self) -> list[bool]:
-        """The steps whose output's cotangent is compared with Phase II's."""
-        every = not self.is_body or self.has_difference
-        return [
-            self.certify
-            and i < self.end
-            and (s.source == "fragment" or (every and s.source == "vijp"))
-            and not s.node.is_scan
-            for i, s in enumerate(self.steps)
-        ]
+        """The steps whose output's cotangent is compared with Phase II's.
+
+        An error lasts as long as it is walked on, so it is enough to look every few layers, and where a
+        walk ends: before an anchor, a kept copy, or the last weight. What is restored from a fragment
+        may forget its errors, and a difference may cancel: there, every step is looked at.
+        """
+        last = self._last_walked
+        spacing = check_spacing(sum(s.node.is_heavy and s.is_walked for s in self.steps[: self.end]))
+        passed, result = 0, []
+        for i, step in enumerate(self.steps):
+            walked = i < self.end and step.is_walked and not step.node.is_scan
+            passed += walked and step.node.is_heavy
+            regular = not self.is_body and step.node.is_heavy and passed % spacing == 0
+            often = step.source == "fragment" or self.has_difference
+            result.append(walked and (often or i in last or regular))
+        return result
+
+    @property
+    def _last_walked(self) -> set[int]:
+        """The steps behind which nothing is walked on. (A scan compares its layers' carry itself.)"""
+        made = {v: i for i, s in enumerate(self.steps) for v in s.block.outputs}
+        goes_on = set()
+        for step in self.steps[: self.end]:
+            if isinstance(step, ForkStep):
+                read = step.block.inputs if step.difference is not None else ()
+            else:
+                read = step.through if step.is_walked else ()
+            goes_on.update(made[v] for v in read if v in made)
+        if self.is_body:
+            goes_on.update(made[v] for v in self.trunk.outputs if v in made)
+        return {i for i, s in enumerate(self.steps[: self.end]) if s.is_walked and i not in goes_on}
+
+    @property
+    def places(self) -> list[certificate.Place]:
+        """Where Phase III measures errors, in its order."""
+        sampled = self.sampled
+        result: list[certificate.Place] = []
+        for i, step in enumerate(self.steps[: self.end]):
+            result += step.places(self.limit)
+            if sampled[i]:
+                result += [self._place(i)] * len(step.block.outputs)
+        return result
+
+    def _place(self, i: int) -> certificate.Place:
+        return self.steps[i].place_of("walk", self.limit, ends=i in self._last_walked)
+
+    def hold_to(self, limit: float) -> None:
+        """Let the certificate be at most so large, in loops too."""
+        self.limit = limit
+        for step in self.steps:
+            step.hold_to(limit)
 
     @property
     def is_measured(self) -> bool:
@@ -507,11 +663,6 @@ class Walk:
     def has_difference(self) -> bool:
         """Whether somewhere a cotangent is had as a difference of two, which may cancel."""
         return any(s.has_difference for s in self.steps[: self.end])
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether its exactness rests on what no trace can bound: such a walk carries its own check."""
-        return self.is_measured or self.has_difference
 
     @property
     def kept_bytes(self) -> int:
@@ -564,26 +715,67 @@ class Walk:
         return kept
 
     def phase_two(
-        self, fixed: Env, kept: Sequence[Any], h: Env, out: Ledger
-    ) -> tuple[list[Any], list[Any]]:
-        """Reverse. Reads and writes `h`, hands out the stems' gradients; returns memos and samples."""
+        self, fixed: Env, kept: Sequence[Any], h: Cotangents, out: Ledger
+    ) -> tuple[list[Any], list[Any], list[Scale]]:
+        """Reverse. Reads and writes `h`, hands out the stems' gradients.
+
+        Returns what each step keeps, sketches of its outputs' cotangents, and their exponents.
+        """
         memos: list[Any] = [()] * len(self.steps)
-        samples: list[Any] = [()] * len(self.steps)
+        sketches: list[Any] = [()] * len(self.steps)
+        scales = self.unscaled()
         sampled = self.sampled
         waiting: list[int] = []
+        drawn: list[int] = []
         for i in reversed(range(len(self.steps))):
             step = self.steps[i]
             with jax.named_scope(_name(step)):
+                before = tuple(h.exponent(v) for v in step.block.outputs)
                 if sampled[i]:
-                    samples[i] = tuple(certificate.sample(h[v]) for v in step.block.outputs)
-                memos[i] = step.back(fixed, kept[i], h, out)
+                    sketches[i] = self._sketched(step, h)
+                    drawn.append(i)
+                scales[i] = scale = Scale(before, self._common_exponent(step, h))
+                memos[i] = step.back(fixed, kept[i], h, scale, out)
             if step.source == "fragment":
                 waiting.append(i)
             if step.node.is_heavy or step.node.is_fork:
-                # A fragment that is cut out late would keep the whole cotangent till then.
-                hold((h, [v for v in step.block.inputs if v in h]), (memos, waiting))
-                waiting = []
-        return memos, samples
+                # A fragment that is cut out late would keep the whole cotangent till then; so would a
+                # sketch.
+                hold((h, [v for v in step.block.inputs if v in h]), (memos, waiting), (sketches, drawn))
+                waiting, drawn = [], []
+        return memos, sketches, scales
+
+    def unscaled(self) -> list[Scale]:
+        """Exponents where nothing was rescaled."""
+        return [Scale((0,) * len(s.block.outputs), 0) for s in self.steps]
+
+    def _sketched(self, step: Step, h: Cotangents) -> tuple[Any, ...]:
+        """Sketches of the outputs' cotangents, which are rescaled to the size of 1.
+
+        The layers of a scan have exponents in common, which the scan itself knows.
+        """
+        outputs = step.block.outputs
+        found = [certificate.sketch(h[v]) for v in outputs]
+        if not step.rescales or self.is_body:
+            return tuple(found)
+        pairs = list(zip(outputs, found, strict=True))
+        common = largest(h.exponent(v) + certificate.exponent(s, h[v].size) for v, s in pairs)
+        sketches = tuple(shifted(s, difference(h.exponent(v), common)) for v, s in pairs)
+        for v in outputs:
+            h.move(v, common)
+        return sketches
+
+    def _common_exponent(self, step: Step, h: Cotangents) -> Exponent:
+        """The exponent that a step works with."""
+        outputs = step.block.outputs
+        if step.node.is_fork:
+            return largest(h.exponent(v) for v in outputs)
+        if step.rescales:
+            return h.align(outputs)
+        for v in outputs:  # a backward pass of someone's own, which clips perhaps
+            if v in h:
+                h.move(v, 0)
+        return 0
 
     def prepare(self, fixed: Env) -> list[Any]:
         """Weight-only factors of all steps."""
@@ -594,40 +786,45 @@ class Walk:
         fixed: Env,
         kept: Sequence[Any] | None,
         memos: Sequence[Any],
-        samples: Sequence[Any],
+        sketches: Sequence[Any],
+        scales: Sequence[Scale],
         factors: Sequence[Any],
         x: Env,
-        h: Env,
+        h: Cotangents,
         out: Ledger,
         *,
         whole: bool = False,
-    ) -> list[Any]:
-        """Sweep; returns sampled errors.
+    ) -> list[Measured]:
+        """Sweep; returns the errors at `places`.
 
         `kept`: None where there was no Phase I, and each step is linearised as the sweep comes to it.
         `whole`: to the last node, even if no weight is left (the body of a scan).
         """
-        errors: list[Any] = []
-        sampled = self.sampled
+        errors: list[Measured] = []
         end = len(self.steps) if whole else self.end
         for i, step in enumerate(self.steps[:end]):
+            outputs, scale = step.block.outputs, scales[i]
+            own: list[Any] = []
             with jax.named_scope(_name(step)):
                 held = step.keep_late(fixed, x) if kept is None else kept[i]
-                errors += step.sweep(fixed, held, memos[i], factors[i], x, h, out)
-                if sampled[i]:
-                    errors += [
-                        certificate.compare(h[v], kept_sample)
-                        for v, kept_sample in zip(step.block.outputs, samples[i], strict=True)
-                    ]
+                errors += step.sweep(fixed, held, memos[i], factors[i], x, h, scale, out)
+                for v, exponent in zip(outputs, scale.before, strict=True):
+                    if v in h:
+                        h.move(v, exponent)
+                for v, exponent, sketch in zip(outputs, scale.before, sketches[i], strict=False):
+                    truth = shifted(sketch, difference(scale.at, exponent))
+                    own.append(certificate.compare(certificate.sketch(h[v]), truth))
             out.close(step.node.weights)
             self._drop(x, i, self.trunk.results)
             if step.node.is_heavy and not step.node.is_scan:
-                made = step.block.outputs
+                # A comparison that is put off would keep the cotangent till then.
                 hold(
-                    (x, [v for v in made if v in x]),
-                    (h, [v for v in made if v in h]),
+                    (x, [v for v in outputs if v in x]),
+                    (h, [v for v in outputs if v in h]),
+                    (own, range(len(own))),
                     *out.parts(step.node.weights),
                 )
+            errors += [Measured(error, self._place(i)) for error in own]
         for step in self.steps[end:]:
             out.close(step.node.weights)
         return errors
@@ -638,6 +835,16 @@ class Walk:
         for v in (*step.block.inputs, *step.block.operands):
             if v in x and v not in retain and self.last.get(v) == i and after.get(v, -1) < self.stop:
                 del x[v]
+
+
+def check_spacing(layers: int) -> int:
+    """How many layers lie between two places where errors are measured.
+
+    To measure is to go over two cotangents once or twice more: a quarter of the time of a layer that is
+    bound by memory. And over so many layers a cotangent may lose two digits in each and still be in
+    range when it is rescaled.
+    """
+    return min(16, max(1, layers))
 
 
 def _name(step: Step) -> str:

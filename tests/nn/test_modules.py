@@ -230,7 +230,7 @@ REFUSED = {
     ),
     "causal dilation": (
         lambda: nn.CausalConv1d(3, 3, 3, dilation=0, key=KEY),
-        "dilation is a positive number",
+        "dilation is a whole number, at least 1, got 0",
     ),
     "causal channels": (
         lambda: nn.CausalConv1d(3, 3, 3, key=KEY)(normal(8, 4)),

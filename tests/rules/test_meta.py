@@ -4,7 +4,7 @@ import jax
 import pytest
 from cases import CASES, EAGER
 
-from moonwalk import chain, graph, partition, registry, staging
+from moonwalk import activity, chain, graph, registry, staging
 from moonwalk.partition import POINTWISE
 from moonwalk.rules import calls, control_flow
 
@@ -32,7 +32,7 @@ def _served(names):
     for case in (CASES[name] for name in names):
         staged = staging.stage(lambda *p, f=case.fun: (f(*p), None), *case.primals)
         known = dict(zip(staged.jaxpr.constvars, staged.consts, strict=True))
-        outputs = [v for v in staged.jaxpr.outvars if partition.is_differentiable(v.aval)]
+        outputs = [v for v in staged.jaxpr.outvars if activity.is_differentiable(v.aval)]
         cut = graph.build(staged.jaxpr, staged.jaxpr.invars, outputs, consts=known)
         for block, rule, _ in _links(chain.build(cut).links):
             rules.add(rule.name)

@@ -128,8 +128,7 @@ def roughly(fun: Any, *args: Any) -> Any:
     is then left as it comes, which takes half of the time.
     """
     rough = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    options = compat.barrier_options() | (rough if jax.default_backend() == "cpu" else {})
-    return jax.jit(fun).lower(*args).compile(compiler_options=options or None)
+    return compat.compiled(jax.jit(fun), *args, **(rough if jax.default_backend() == "cpu" else {}))
 
 
 def _error(gradients: Any, args: Any) -> dict[str, Any]:

@@ -44,8 +44,7 @@ _CACHED = 2**28  # bytes: more takes longer to read than to make
 
 def compiled(fun: Any, *args: Any) -> Any:
     """`fun`, compiled for arguments, or types, like these."""
-    lowered = jax.jit(fun).lower(*args)
-    return lowered.compile(compiler_options=compat.barrier_options() or None)
+    return compat.compiled(jax.jit(fun), *args)
 
 
 def memory(program: Any) -> dict[str, int]:

@@ -113,7 +113,8 @@ def _circular(x: Any, w: Any) -> Any:
 def _maxmin(x: Any, w: Any) -> Any:
     del w
     a, b = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+    in_order = a >= b
+    return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 def _pooled(x: Any, w: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from .. import compat
 from . import experiments, measuring
 from .tasks import Record, Task, record
 
@@ -53,7 +54,8 @@ def main(arguments: list[str]) -> None:
         return
     asked = json.loads(sys.stdin.read())
     cache = Path(asked["cache"]) if asked.get("cache") else None
-    print(json.dumps(measure(Task.from_dict(asked["task"]), cache)))
+    with compat.keeping_barriers():
+        print(json.dumps(measure(Task.from_dict(asked["task"]), cache)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from .. import nn
+from .. import nn, settings
 
 ACTIVATIONS: dict[str, Callable[[], Any]] = {"maxmin": nn.MaxMin, "abs": nn.Abs}
 
@@ -55,7 +55,11 @@ def isometric_mlp(
     >>> model(jnp.ones((2, 40, 1))).shape
     (2, 10)
     """
-    act = _activation("isometric_mlp", activation, width)
+    name = "isometric_mlp"
+    rule = "is a shape, positive numbers with the channels last"
+    in_shape = settings.sizes(name, "in_shape", in_shape, range(1, 9), rule)
+    settings.counts(name, classes=classes, width=width, depth=depth)
+    act = _activation(name, activation, width)
     stem_key, body_key, head_key = jax.random.split(key, 3)
 
     def layer(key: Array) -> nn.Sequential:
@@ -106,11 +110,10 @@ def isometric_cnn(
     >>> model(jnp.ones((2, 40, 1))).shape
     (2, 10)
     """
-    if len(in_shape) not in (2, 3):
-        raise ValueError(
-            "isometric_cnn: in_shape is (length, channels) or (height, width, channels), got "
-            f"{tuple(in_shape)}"
-        )
+    rule = "is (length, channels) or (height, width, channels)"
+    in_shape = settings.sizes("isometric_cnn", "in_shape", in_shape, (2, 3), rule)
+    settings.counts("isometric_cnn", classes=classes, channels=channels, depth=depth)
+    settings.counts("isometric_cnn", kernel_size=kernel_size, stem_size=stem_size)
     if head not in ("flatten", "mean"):
         raise ValueError(f"isometric_cnn: unknown head {head!r}; choose one of flatten, mean")
     if stem_size % 2 == 0:
@@ -145,7 +148,7 @@ def _paired(matrix: Float[Array, "c c"]) -> Float[Array, "c c"]:
 
 
 def _activation(name: str, activation: str, channels: int) -> Callable[[], Any]:
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"{name}: unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}"
         )

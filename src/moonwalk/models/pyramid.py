@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from .. import nn
+from .. import nn, settings
 
 
 def pyramid_cnn(
@@ -52,11 +52,11 @@ def pyramid_cnn(
     >>> model(jnp.ones((2, 16, 16, 3))).shape
     (2, 10)
     """
-    if len(in_shape) != 3:
-        raise ValueError(
-            f"pyramid_cnn: in_shape is (height, width, channels), got {tuple(in_shape)}; "
-            "for signals there is conv1d_cnn"
-        )
+    rule = "is (height, width, channels) (for signals there is conv1d_cnn)"
+    in_shape = settings.sizes("pyramid_cnn", "in_shape", in_shape, (3,), rule)
+    settings.counts("pyramid_cnn", classes=classes, width=width, stem_size=stem_size)
+    if depth is not None:
+        settings.count("pyramid_cnn", "depth", depth, 0)
     if stem_size % 2 == 0:
         raise ValueError(f"pyramid_cnn: the stem's kernel has an odd size, got {stem_size}")
     depth = max(min(in_shape[:2]).bit_length() - 2, 0) if depth is None else depth

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .. import nn
+from .. import nn, settings
 
 _GROUP = 16  # channels per group of a normalisation
 
@@ -91,6 +91,7 @@ def residual_cnn(
     >>> model(jnp.ones((2, 8, 8, 1))).shape
     (2, 10)
     """
+    settings.counts("residual_cnn", classes=classes)
     _check(in_shape, widths, halved)
     pivot = "free" if pivot is None else pivot
     stem_key, head_key, *keys = jax.random.split(key, 2 + len(widths))
@@ -111,12 +112,14 @@ def _norm(channels: int) -> nn.GroupNorm:
 
 
 def _check(in_shape: Sequence[int], widths: Sequence[int], halved: Sequence[int]) -> None:
-    if len(in_shape) != 3:
-        raise ValueError(
-            f"residual_cnn: in_shape is (height, width, channels), got {tuple(in_shape)}; "
-            "for signals there is conv1d_cnn"
-        )
-    if not widths or list(widths) != sorted(widths):
+    rule = "is (height, width, channels) (for signals there is conv1d_cnn)"
+    settings.sizes("residual_cnn", "in_shape", in_shape, (3,), rule)
+    rule = "has the channels of each block, positive numbers"
+    settings.sizes("residual_cnn", "widths", widths, range(1, 1000), rule)
+    numbers = halved if isinstance(halved, Sequence) else (None,)
+    if not all(settings.is_count(i, 0) for i in numbers):
+        raise settings.refuse("residual_cnn", "halved", "has numbers of blocks, from 0 on", halved)
+    if list(widths) != sorted(widths):
         raise ValueError(
             f"residual_cnn: widths must not fall from block to block, got {tuple(widths)}: a shortcut "
             "adds channels, it drops none"

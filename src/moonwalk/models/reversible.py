@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .. import nn
+from .. import nn, settings
 
 
 class Attention(eqx.Module):
@@ -115,12 +115,12 @@ def reversible_transformer(
     >>> model(jnp.ones((2, 40, 1))).shape
     (2, 10)
     """
-    *space, channels = in_shape
-    if len(space) not in (1, 2):
-        raise ValueError(
-            "reversible_transformer: in_shape is (length, channels) or (height, width, channels), got "
-            f"{tuple(in_shape)}"
-        )
+    name = "reversible_transformer"
+    rule = "is (length, channels) or (height, width, channels)"
+    *space, channels = settings.sizes(name, "in_shape", in_shape, (2, 3), rule)
+    settings.counts(name, classes=classes, width=width, depth=depth, heads=heads, ratio=ratio)
+    if patch is not None:
+        settings.count(name, "patch", patch)
     if patch is None:
         patch = next(p for p in (4, 3, 2, 1) if all(n % p == 0 for n in space))
     if any(n % patch for n in space):

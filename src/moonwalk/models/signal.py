@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array
 
-from .. import nn
+from .. import nn, settings
 
 
 def conv1d_cnn(
@@ -49,11 +49,9 @@ def conv1d_cnn(
     >>> model(jnp.ones((2, 40, 1))).shape
     (2, 10)
     """
-    if len(in_shape) != 2:
-        raise ValueError(
-            f"conv1d_cnn: in_shape is (length, channels), got {tuple(in_shape)}; for images there are "
-            "pyramid_cnn and residual_cnn"
-        )
+    rule = "is (length, channels) (for images there are pyramid_cnn and residual_cnn)"
+    in_shape = settings.sizes("conv1d_cnn", "in_shape", in_shape, (2,), rule)
+    settings.counts("conv1d_cnn", classes=classes, width=width, depth=depth, kernel_size=kernel_size)
     if kernel_size % 2 == 0:
         raise ValueError(
             f"conv1d_cnn: a kernel that keeps the length has an odd size, got {kernel_size}"

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .. import settings
+
 
 class LeakyReLU(eqx.Module):
     """x where it is positive, slope · x elsewhere; a walk keeps one bit per entry.
@@ -22,7 +24,8 @@ class LeakyReLU(eqx.Module):
     slope: float = eqx.field(static=True)
 
     def __init__(self, slope: float = 0.25):
-        if not 0 < slope <= 1:
+        rule = "is a number between 0 and 1"
+        if not 0 < settings.number("LeakyReLU", "slope", slope, rule, lambda v: v == v) <= 1:
             raise ValueError(
                 f"LeakyReLU: the slope must lie in (0, 1], got {slope}; with 0 it is ReLU, which loses "
                 "cotangents: use jax.nn.relu, and the plan keeps them"
@@ -43,7 +46,15 @@ class Abs(eqx.Module):
 class MaxMin(eqx.Module):
     """Of each two neighbouring channels the larger and the smaller: an isometry, one bit per pair.
 
-    All the larger ones come first, then all the smaller ones.
+    All the larger ones come first, then all the smaller ones. One comparison decides, so equal channels
+    stay in their order, and the derivative at a tie is one-sided, in JAX and in a walk. `jnp.maximum`
+    and `jnp.minimum` would make it the mean of both sides, which is singular: no walk passes that.
+
+    **Example:**
+
+    >>> import jax.numpy as jnp, moonwalk as mw
+    >>> mw.nn.MaxMin()(jnp.array([1.0, 2.0, 5.0, 4.0])).tolist()
+    [2.0, 5.0, 1.0, 4.0]
     """
 
     def __call__(
@@ -55,7 +66,8 @@ class MaxMin(eqx.Module):
                 "number of channels"
             )
         a, b = x[..., ::2], x[..., 1::2]
-        return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], -1)
+        in_order = a >= b
+        return jnp.concatenate([jnp.where(in_order, a, b), jnp.where(in_order, b, a)], -1)
 
 
 class PReLU(eqx.Module):
@@ -73,7 +85,9 @@ class PReLU(eqx.Module):
     raw: Float[Array, "*channels"]
 
     def __init__(self, channels: int | None = None, slope: float = 0.25):
-        if not _LEAST < slope < 1:
+        if channels is not None:
+            settings.count("PReLU", "channels", channels)
+        if not _LEAST < settings.finite("PReLU", "slope", slope) < 1:
             raise ValueError(f"PReLU: the slope starts between {_LEAST} and 1, got {slope}")
         share = (slope - _LEAST) / (1 - _LEAST)
         self.raw = jnp.full(() if channels is None else (channels,), math.log(share / (1 - share)))

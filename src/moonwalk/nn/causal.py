@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .. import settings
 from ..declare import declare
 from . import constraints
 from .inputs import checked, convolve
@@ -57,20 +58,20 @@ class CausalConv1d(eqx.Module):
         *,
         key: Array,
     ):
+        sizes = dict(in_channels=in_channels, out_channels=out_channels)
+        settings.counts("CausalConv1d", **sizes, kernel_size=kernel_size, dilation=dilation)
+        settings.flag("CausalConv1d", "use_bias", use_bias)
         if out_channels > in_channels:
             raise ValueError(
                 f"CausalConv1d: channels expand, {in_channels} -> {out_channels}, so no tap can be a "
                 "pivot; widen by moonwalk.nn.Linear before it"
             )
-        for name, value in (("kernel_size", kernel_size), ("dilation", dilation)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"CausalConv1d: {name} is a positive number, got {value!r}")
         # ‖raw[j]‖₂ ≈ 2 √m std: together about 1, of which `stable_taps` leaves half.
         std = 1 / (2 * math.sqrt(in_channels) * max(kernel_size - 1, 1))
         self.raw = std * jax.random.normal(key, (kernel_size - 1, in_channels, out_channels))
         self.raw_pivot = jnp.zeros(out_channels)
         self.bias = jnp.zeros(out_channels) if use_bias else None
-        self.dilation = dilation
+        self.dilation = int(dilation)
 
     @property
     def kernel(self) -> Float[Array, "taps m out"]:

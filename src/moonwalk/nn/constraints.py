@@ -19,8 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .. import compat
+from .. import compat, settings
 from ..declare import declare
+from .inputs import checked_raw
 from .qr import q_factor
 
 PIVOTS = ("diagonal", "identity", "lower", "free")
@@ -41,7 +42,7 @@ def orthogonal(raw: Float[Array, "*stack n m"]) -> Float[Array, "*stack n m"]:
     >>> bool(jnp.allclose(w.T @ w, jnp.eye(4), atol=1e-5))
     True
     """
-    n, m = raw.shape[-2:]
+    n, m = checked_raw("orthogonal", raw)[-2:]
     if m > n:
         raise ValueError(
             f"orthogonal: {n} rows cannot hold {m} orthonormal columns; give it the transpose, "
@@ -68,6 +69,8 @@ def lower(raw: Float[Array, "*stack n m"], scale: float | None = None) -> Float[
     [[1.0, 0.0], [0.0, 1.0]]
     """
     n, m = _tall("lower", raw)
+    if scale is not None:
+        settings.finite("lower", "scale", scale)
     below = raw * (1 / math.sqrt(n) if scale is None else scale)
     row, column = np.indices((n, m))
     w = jnp.where(row > column, below, jnp.where(row == column, bounded(raw), 0))
@@ -83,8 +86,8 @@ def diagonal(raw: Float[Array, "*stack m"], rows: int | None = None) -> Float[Ar
     >>> mw.nn.diagonal(jnp.zeros(2), rows=3).tolist()
     [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
     """
-    m = raw.shape[-1]
-    rows = m if rows is None else rows
+    m = checked_raw("diagonal", raw, 1, shape="[..., m]")[-1]
+    rows = m if rows is None else settings.count("diagonal", "rows", rows)
     if rows < m:
         raise ValueError(f"diagonal: {m} columns need as many rows at least, got rows={rows}")
     eye = jnp.eye(rows, m, dtype=raw.dtype)
@@ -124,9 +127,17 @@ def pivot_kernel(
         raise ValueError(
             f"pivot_kernel: unknown structure {structure!r}; choose one of {', '.join(PIVOTS)}"
         )
+    shape = checked_raw("pivot_kernel", raw, 3, shape="[*taps, in / groups, out]")
     if structure == "free":
         return raw
-    m, out = raw.shape[-2:]
+    settings.count("pivot_kernel", "groups", groups)
+    m, out = shape[-2:]
+    is_tap = len(taps) == len(shape) - 2 and all(
+        settings.is_count(t, 0) and t < k for t, k in zip(taps, shape, strict=False)
+    )
+    if not is_tap:
+        rule = f"names a tap of a kernel of {shape[:-2]}, one number per axis"
+        raise settings.refuse("pivot_kernel", "taps", rule, tuple(taps))
     if out % groups or out // groups > m:
         raise ValueError(
             f"pivot_kernel: a {structure} pivot has as many rows as columns at least, but {groups} "
@@ -162,6 +173,8 @@ def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[A
     >>> bool(3 <= mw.nn.spectral_bound(jnp.diag(jnp.array([3.0, 1.0]))) <= 3.01)
     True
     """
+    checked_raw("spectral_bound", w)
+    settings.count("spectral_bound", "squarings", squarings, 0)
     w = w.astype(compat.working_dtype(w.dtype))
     largest = jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True)
     size = lax.stop_gradient(jnp.where(largest > 0, largest, 1))  # the bound does not depend on it
@@ -186,12 +199,13 @@ def stable_taps(raw: Float[Array, "taps n m"]) -> Float[Array, "taps n m"]:
     Small taps stay as they are; large ones approach the limit. A recursion
     h'[i] = r[i] - Σ_j V_j h'[i-j] then forgets what lies behind it, whatever the optimizer did to raw.
     """
+    checked_raw("stable_taps", raw, 3, 3, "[taps, n, m]")
     total = jnp.sum(spectral_bound(raw)).astype(raw.dtype)
     return raw * (STABLE / (STABLE + total))
 
 
 def _tall(name: str, raw: Float[Array, "*stack n m"]) -> tuple[int, int]:
-    n, m = raw.shape[-2:]
+    n, m = checked_raw(name, raw)[-2:]
     if m > n:
         raise ValueError(
             f"{name}: {n} inputs have no pivot for {m} outputs; take at most as many outputs as inputs"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax import lax
 from jaxtyping import Array
+
+from .. import settings
 
 
 class Sequential(eqx.Module):
@@ -26,7 +28,9 @@ class Sequential(eqx.Module):
 
     layers: tuple[Any, ...]
 
-    def __init__(self, layers: Sequence[Any]):
+    def __init__(self, layers: Iterable[Any]):
+        if not isinstance(layers, Iterable):
+            raise TypeError(f"Sequential: takes a list of layers, got {type(layers).__name__}")
         self.layers = tuple(layers)
         for i, layer in enumerate(self.layers):
             if not callable(layer):
@@ -71,8 +75,9 @@ class Stack(eqx.Module):
     depth: int = eqx.field(static=True)
 
     def __init__(self, make: Callable[[Array], Any], depth: int, *, key: Array):
-        if not isinstance(depth, int) or depth < 1:
-            raise ValueError(f"Stack: depth counts layers, at least 1, got {depth!r}")
+        depth = settings.count("Stack", "depth", depth, what="counts layers")
+        if not callable(make):
+            raise TypeError(f"Stack: make is a function of a key that returns a layer, got {make!r}")
         self.layer = eqx.filter_vmap(make)(jax.random.split(key, depth))
         self.depth = depth
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .. import settings
 from ..rules.spans import declared_tap
 from ..rules.windows import Axis
 from . import constraints
@@ -50,6 +51,13 @@ def pivot_taps(
     >>> mw.nn.pivot_taps((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
     (0, 0)
     """
+    each = dict(size=size, kernel_size=kernel_size, stride=stride, dilation=dilation)
+    for name, values in each.items():
+        rank = (len(size),) if isinstance(size, Sequence) else ()
+        settings.sizes("pivot_taps", name, values, rank, "has a positive number for every spatial axis")
+    if len(padding) != len(size) or not all(_is_pair(p) for p in padding):
+        rule = "has a pair of numbers for every spatial axis"
+        raise settings.refuse("pivot_taps", "padding", rule, padding)
     taps = []
     for i, (n, k, s, (low, high), r) in enumerate(
         zip(size, kernel_size, stride, padding, dilation, strict=True)
@@ -94,6 +102,9 @@ class Conv(eqx.Module):
         slope: float = 0.25,
         key: Array,
     ):
+        settings.counts(self._name, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        settings.flag(self._name, "use_bias", use_bias)
+        slope = settings.finite(self._name, "slope", slope)
         kernel = self._sizes("kernel_size", kernel_size)
         self.stride = self._sizes("stride", stride)
         self.dilation = self._sizes("dilation", dilation)
@@ -103,7 +114,7 @@ class Conv(eqx.Module):
             raise ValueError(
                 f"{self._name}: unknown pivot {pivot!r}; choose one of {', '.join(constraints.PIVOTS)}"
             )
-        if groups < 1 or in_channels % groups or out_channels % groups:
+        if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"{self._name}: {in_channels} -> {out_channels} channels do not divide into "
                 f"{groups} groups"
@@ -124,12 +135,9 @@ class Conv(eqx.Module):
         return type(self).__name__
 
     def _sizes(self, what: str, value: Size) -> tuple[int, ...]:
-        sizes = (value,) * self.dims if isinstance(value, int) else tuple(value)
-        if len(sizes) != self.dims or any(not isinstance(v, int) or v < 1 for v in sizes):
-            raise ValueError(
-                f"{self._name}: {what} is a positive number, or {self.dims} of them, got {value!r}"
-            )
-        return sizes
+        rule = f"is a positive number, or {self.dims} of them"
+        given = (value,) * self.dims if settings.is_count(value) else value
+        return settings.sizes(self._name, what, given, (self.dims,), rule)
 
     def _padding(self, value: Padding) -> str | tuple[tuple[int, int], ...]:
         if isinstance(value, str):
@@ -139,14 +147,13 @@ class Conv(eqx.Module):
                     f"{', '.join(NAMED)}, or numbers"
                 )
             return value
-        values = [value] * self.dims if isinstance(value, int) else list(value)
-        pairs = [(v, v) if isinstance(v, int) else tuple(v) for v in values]
-        if len(pairs) != self.dims or any(len(p) != 2 or min(p) < 0 for p in pairs):
-            raise ValueError(
-                f"{self._name}: padding is a number, or {self.dims} numbers or pairs of numbers, none "
-                f"negative, got {value!r}"
-            )
-        return tuple((low, high) for low, high in pairs)
+        values = (value,) * self.dims if settings.is_count(value, 0) else value
+        values = values if isinstance(values, Sequence) else ()
+        pairs = [(v, v) if settings.is_count(v, 0) else v for v in values]
+        if len(pairs) != self.dims or not all(_is_pair(p) for p in pairs):
+            rule = f"is a number, or {self.dims} numbers or pairs of numbers, none negative"
+            raise settings.refuse(self._name, "padding", rule, value)
+        return tuple((int(low), int(high)) for low, high in pairs)
 
     def _pads(self, size: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """In numbers, for an input of a size."""
@@ -184,6 +191,12 @@ class Conv(eqx.Module):
             pads = ((0, 0),) * self.dims
         y = convolve(x, w, self.stride, pads, self.dilation, self.groups)
         return y if self.bias is None else y + self.bias.astype(y.dtype)
+
+
+def _is_pair(given: object) -> bool:
+    return (
+        isinstance(given, Sequence) and len(given) == 2 and all(settings.is_count(v, 0) for v in given)
+    )
 
 
 def _std(m: int, out: int, taps: int, pivot: str, total: float) -> float:

@@ -48,6 +48,14 @@ class Coupling(eqx.Module):
     f: Callable[..., Any]
     g: Callable[..., Any]
 
+    def __check_init__(self) -> None:
+        for name in ("f", "g"):
+            if not callable(getattr(self, name)):
+                raise TypeError(
+                    f"Coupling: {name} is a function of one half of the state, got "
+                    f"{getattr(self, name)!r}"
+                )
+
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         return couple(x, self.f, self.g, key=key)
 

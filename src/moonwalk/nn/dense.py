@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .. import settings
 from . import constraints
 from .inputs import checked
 
@@ -57,6 +58,9 @@ class Linear(eqx.Module):
         slope: float = 0.25,
         key: Array,
     ):
+        settings.counts("Linear", in_features=in_features, out_features=out_features)
+        settings.flag("Linear", "use_bias", use_bias)
+        slope = settings.finite("Linear", "slope", slope)
         if kind not in KINDS:
             raise ValueError(f"Linear: unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
         if kind == "lower" and out_features > in_features:

@@ -28,6 +28,21 @@ def checked(name: str, x: Array, dims: int, channels: int | None = None) -> tupl
     return x_shape[len(x_shape) - dims - 1 : -1]
 
 
+def checked_raw(
+    name: str, raw: Array, least: int = 2, most: int | None = None, shape: str = "[..., n, m]"
+) -> tuple[int, ...]:
+    """The shape of what a constraint is given; or an error that says what is wrong with it."""
+    if not hasattr(raw, "shape") or not hasattr(raw, "dtype"):
+        raise TypeError(f"{name}: takes an array {shape}, got {raw!r} of type {type(raw).__name__}")
+    if len(raw.shape) < least or (most is not None and len(raw.shape) > most):
+        raise ValueError(f"{name}: takes an array {shape}, got the shape {tuple(raw.shape)}")
+    if not jnp.issubdtype(raw.dtype, jnp.floating):
+        raise TypeError(
+            f"{name}: takes floating-point numbers, got {raw.dtype}; convert them, raw.astype(float)"
+        )
+    return tuple(raw.shape)
+
+
 def convolve(
     x: Float[Array, "*batch_and_size c"],
     w: Float[Array, "*taps m out"],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .. import settings
 from .dense import Linear
 from .inputs import checked, convolve
 from .paraunitary import Raw, paraunitary_init, paraunitary_kernel
@@ -42,10 +43,12 @@ class OrthogonalConv(eqx.Module):
                 f"{name}: unknown padding {padding!r}; an orthogonal convolution keeps the size, with "
                 f"one of {', '.join(PADDINGS)}"
             )
-        if channels < 2 or kernel_size < 1:
+        settings.flag(name, "use_bias", use_bias)
+        spread = settings.finite(name, "spread", spread)
+        if not settings.is_count(channels, 2) or not settings.is_count(kernel_size):
             raise ValueError(
                 f"{name}: takes 2 channels or more, which neighbouring positions share, and 1 tap or "
-                f"more, got channels={channels}, kernel_size={kernel_size}"
+                f"more, got channels={channels!r}, kernel_size={kernel_size!r}"
             )
         self.raw = paraunitary_init(key, channels, kernel_size, self.dims, spread=spread)
         self.bias = jnp.zeros(channels) if use_bias else None
@@ -161,6 +164,8 @@ class Downsample(eqx.Module):
     def __init__(
         self, in_channels: int, out_channels: int, factor: int = 2, dims: int = 2, *, key: Array
     ):
+        settings.counts("Downsample", in_channels=in_channels, out_channels=out_channels)
+        settings.counts("Downsample", factor=factor, dims=dims)
         self.unshuffle = Unshuffle(factor, dims)
         numbers = in_channels * factor**dims
         if out_channels > numbers:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .. import compat
+from .. import compat, settings
 from .inputs import checked
 
 
@@ -32,7 +32,11 @@ class GroupNorm(eqx.Module):
     eps: float = eqx.field(static=True)
 
     def __init__(self, groups: int, channels: int, dims: int = 2, eps: float = 1e-5):
-        if groups < 1 or channels % groups:
+        settings.counts("GroupNorm", groups=groups, channels=channels)
+        settings.count("GroupNorm", "dims", dims, 0)
+        rule = "is added to a variance, and is no negative number"
+        eps = settings.number("GroupNorm", "eps", eps, rule, lambda v: 0 <= v < float("inf"))
+        if channels % groups:
             raise ValueError(f"GroupNorm: {channels} channels do not divide into {groups} groups")
         self.scale, self.bias = jnp.ones(channels), jnp.zeros(channels)
         self.groups, self.dims, self.eps = groups, dims, eps

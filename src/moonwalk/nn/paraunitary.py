@@ -45,8 +45,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .. import settings
 from ..declare import declare
 from .constraints import orthogonal
+from .inputs import checked_raw
 
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -67,13 +69,17 @@ def paraunitary_init(key: Array, channels: int, taps: int, dims: int = 1, *, spr
     - `spread`: how far it is from doing nothing. 0: the identity at the centre tap (of odd `taps`), zero
         elsewhere; 1: projectors and a matrix that have nothing to do with each other.
     """
+    settings.counts("paraunitary_init", channels=channels)
+    spread = settings.finite("paraunitary_init", "spread", spread)
     if channels < 2:
         raise ValueError(
             f"paraunitary_init: {channels} channel cannot be divided between neighbouring positions; "
             "take at least 2"
         )
-    if taps < 1 or dims < 1:
-        raise ValueError(f"paraunitary_init: a kernel has taps and axes, got {taps} taps, {dims} axes")
+    if not settings.is_count(taps) or not settings.is_count(dims):
+        raise ValueError(
+            f"paraunitary_init: a kernel has taps and axes, got {taps!r} taps, {dims!r} axes"
+        )
     shared_key, own_key, matrix_key = jax.random.split(key, 3)
     # QR does not mind the scale, but steps of an optimizer are relative to it: columns of length one.
     std, shape = 1 / math.sqrt(channels), (dims, channels, channels // 2)
@@ -98,6 +104,12 @@ def paraunitary_kernel(raw: Raw) -> Float[Array, "*stack *taps c c"]:
     >>> mw.nn.paraunitary_kernel(raw).shape
     (3, 4, 4)
     """
+    if not isinstance(raw, Raw):
+        raise TypeError(
+            "paraunitary_kernel: takes what paraunitary_init returns, projectors and a matrix, got "
+            f"{type(raw).__name__}"
+        )
+    checked_raw("paraunitary_kernel", raw.projectors, 4, shape="[..., taps - 1, dims, c, c // 2]")
     *stack, _, _, channels, rank = raw.projectors.shape
     if rank != channels // 2 or raw.matrix.shape != (*stack, channels, channels):
         raise ValueError(

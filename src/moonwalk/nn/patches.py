@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .. import settings
 from ..declare import declare
 from . import constraints
 from .inputs import checked, convolve
@@ -60,9 +61,12 @@ class Patchify(eqx.Module):
         slope: float = 0.25,
         key: Array,
     ):
+        settings.counts("Patchify", in_channels=in_channels, out_channels=out_channels)
+        settings.flag("Patchify", "use_bias", use_bias)
+        slope = settings.finite("Patchify", "slope", slope)
         if kind not in KINDS:
             raise ValueError(f"Patchify: unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
-        if dims not in (1, 2, 3) or not isinstance(patch, int) or patch < 1:
+        if not settings.is_count(dims) or dims > 3 or not settings.is_count(patch):
             raise ValueError(
                 f"Patchify: patches have a positive size along 1, 2 or 3 axes, got patch={patch!r}, "
                 f"dims={dims!r}"

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .. import settings
 from .inputs import checked
 
 
@@ -35,7 +36,8 @@ class MeanPool(eqx.Module):
     orthonormal: bool = eqx.field(static=True)
 
     def __init__(self, window: int, dims: int = 2, orthonormal: bool = False):
-        self.window, self.dims, self.orthonormal = _window("MeanPool", window), dims, orthonormal
+        self.window, self.dims = _window("MeanPool", window), _dims("MeanPool", dims)
+        self.orthonormal = settings.flag("MeanPool", "orthonormal", orthonormal)
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
         size = self.window**self.dims
@@ -53,7 +55,7 @@ class MaxPool(eqx.Module):
     dims: int = eqx.field(static=True)
 
     def __init__(self, window: int, dims: int = 2):
-        self.window, self.dims = _window("MaxPool", window), dims
+        self.window, self.dims = _window("MaxPool", window), _dims("MaxPool", dims)
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
         return _reduce("MaxPool", lax.max, -jnp.inf, x, self.window, self.dims)
@@ -65,7 +67,7 @@ class GlobalMean(eqx.Module):
     dims: int = eqx.field(static=True)
 
     def __init__(self, dims: int = 2):
-        self.dims = dims
+        self.dims = _dims("GlobalMean", dims)
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
         checked("GlobalMean", x, self.dims)
@@ -78,7 +80,7 @@ class GlobalMax(eqx.Module):
     dims: int = eqx.field(static=True)
 
     def __init__(self, dims: int = 2):
-        self.dims = dims
+        self.dims = _dims("GlobalMax", dims)
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
         checked("GlobalMax", x, self.dims)
@@ -103,7 +105,8 @@ class Unshuffle(eqx.Module):
     dims: int = eqx.field(static=True)
 
     def __init__(self, factor: int = 2, dims: int = 2):
-        self.factor, self.dims = _window("Unshuffle", factor), dims
+        self.factor = settings.count("Unshuffle", "factor", factor)
+        self.dims = _dims("Unshuffle", dims)
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
         size, f, d = checked("Unshuffle", x, self.dims), self.factor, self.dims
@@ -122,9 +125,13 @@ class Unshuffle(eqx.Module):
 
 
 def _window(name: str, window: int) -> int:
-    if not isinstance(window, int) or window < 1:
+    if not settings.is_count(window):
         raise ValueError(f"{name}: a window's size is a positive number, got {window!r}")
-    return window
+    return int(window)
+
+
+def _dims(name: str, dims: int) -> int:
+    return settings.count(name, "dims", dims, what="counts spatial axes")
 
 
 def _reduce(name: str, reducer: Any, start: float, x: Array, window: int, dims: int) -> Array:

@@ -171,6 +171,19 @@ class Convolution(Rule):
             yield from spans.ways(block, ask)
             yield from separators.short_ways(block, ask)
 
+    def declared(self, block: Block) -> list[tuple[str, float]]:
+        w, geometry = block.eqn.invars[1], geometry_of(block)
+        size = max(geometry.m, geometry.m_out)
+        what = f"the pivot of the kernel {block.name(w)}"
+        return pivot.declared(structure_of(block), w.aval.dtype, size, what)
+
+    def probe(self, block: Block, operands: Sequence[Any]) -> list[Any]:
+        plan, structure = _plan(block), structure_of(block)
+        assert isinstance(plan, Plan)
+        assert structure is not None
+        w = operands[block.operands.index(block.eqn.invars[1])]
+        return [pivot.probe(plan.pivot_matrix(canonical(geometry_of(block), w)), structure)]
+
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         return self.alarms(block, self.prepare(block, operands), None)
 

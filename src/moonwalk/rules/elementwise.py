@@ -16,8 +16,9 @@ can vanish is probed: the same program, evaluated at one number per entry.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from types import SimpleNamespace
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ from ..graph import Block
 from ..linearity import is_linear
 from ..partition import POINTWISE
 from ..registry import Alarm, Gain, Rule, State, Verdict, pull_back_units, register_region
+from . import predicates
+from .predicates import TIE
 
 _OWN_DERIVATIVE = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
 _LEAKY = (
@@ -71,6 +74,8 @@ class Elementwise(Rule):
             )
         if probe.gain < np.inf:
             return Verdict(True, "pointwise, with a derivative bounded away from zero")
+        if probe.singular_at_ties:
+            return Verdict(True, f"pointwise, regular except that {TIE}; checked on values")
         return Verdict(True, "pointwise; its derivative may vanish at some inputs, checked on values")
 
     def keep(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
@@ -103,35 +108,45 @@ class Elementwise(Rule):
         return tuple(a.astype(v.aval.dtype) for a, v in zip(solved, block.outputs, strict=True))
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        if operands is None:
-            return Gain(_probe(_checked(block), _known_numbers(block)).gain, mixes=False)
-        known = [compat.concrete(o) for o in operands]
-        values = [None if a is None else a.astype(np.float64) for a in known]
-        return Gain(_evaluate_probe(_checked(block), values).gain, mixes=False)
+        if not operands:
+            probe = _probe(_checked(block), _known_numbers(block))
+        else:
+            known = [compat.concrete(o) for o in operands]
+            values = [None if a is None else a.astype(np.float64) for a in known]
+            probe = _evaluate_probe(_checked(block), values)
+        return Gain(probe.gain, mixes=False, reason=TIE if probe.singular_at_ties else "")
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         del factors
         rows = pull_back_units(block, kept)  # of the k' × k matrices
         eps = float(jnp.finfo(rows[0][0].dtype).eps)
+        finite = functools.reduce(jnp.logical_and, (jnp.isfinite(j) for row in rows for j in row))
         if len(block.outputs) == 1:
             size = functools.reduce(jnp.maximum, (jnp.abs(j) for j in rows[0]))
-            bad = ~((size >= jnp.finfo(size.dtype).tiny) & jnp.isfinite(size))
+            regular = size >= jnp.finfo(size.dtype).tiny
         elif len(block.inputs) == len(block.outputs) == 2:
             (a, b), (c, d) = rows
-            bad = ~(jnp.abs(a * d - b * c) > 8 * eps * (jnp.abs(a * d) + jnp.abs(b * c)))
+            regular = jnp.abs(a * d - b * c) > 8 * eps * (jnp.abs(a * d) + jnp.abs(b * c))
         else:
             values = jnp.linalg.svd(_stacked(rows), compute_uv=False)
-            bad = ~(values[..., -1] > 8 * eps * values[..., 0])
+            regular = values[..., -1] > 8 * eps * values[..., 0]
         operands = [v for v in block.operands if v in block.names]
         weights = f" (operands: {', '.join(block.name(v) for v in operands)})" if operands else ""
         return [
             Alarm(
-                bad,
-                "vijp: a pointwise block has a derivative that is zero to rounding (or not finite) at "
-                f"some entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
+                ~finite,
+                "vijp: a pointwise block has a derivative that is NaN or infinite at some "
+                f"entries{weights}: an activation or a weight is not finite, or the function has a pole "
+                "there. The output's cotangent cannot be recovered; look for the step that made it so",
+                SingularError,
+            ),
+            Alarm(
+                finite & ~regular,
+                "vijp: a pointwise block has a derivative that is zero to rounding at some "
+                f"entries{weights}: a saturated or flat activation, a tie, or a zero scale. The "
                 "output's cotangent cannot be recovered there; " + _LEAKY,
                 SingularError,
-            )
+            ),
         ]
 
     def inverts(self, block: Block) -> Verdict:
@@ -187,7 +202,7 @@ def _newton_inverts(block: Block) -> bool:
     ]
 
     def value_and_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        value, slope = _pointwise(program, [x.astype(state.dtype), *others], np.random.default_rng(1))
+        value, slope = _pointwise(program, [x.astype(state.dtype), *others])
         return value, slope
 
     with np.errstate(all="ignore"):
@@ -310,17 +325,17 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
 class _Compact:
     """A pullback whose Jacobian depends on the state through a few booleans only.
 
-    JAX keeps two floats per entry of max(x, y), because it differentiates them as comparisons of the
-    result with either operand. All that the Jacobian depends on is which of the two was larger: one bit.
+    Of max(x, y) JAX may keep floats, which it compares with one another. All that the Jacobian depends
+    on is which of the two was larger, or neither (a tie, where JAX takes the mean): two bits. They
+    determine JAX's own pullback at every input, ties included.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any], states: int, outputs: int, predicates: Any):
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], states: int, outputs: int, booleans: Any):
         self.jaxpr, self.consts, self.states, self.outputs = jaxpr, consts, states, outputs
-        self.chosen = [v for v, (kind, _) in predicates.items() if kind == "bit"]
-        self.predicates = predicates
-        self.for_bits = needed_for(jaxpr.eqns, self.chosen)
+        self.kept = predicates.Bits(predicates.Reader(jaxpr.eqns), booleans)
+        self.for_bits = needed_for(jaxpr.eqns, self.kept.reads)
         entries = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
-        self.for_entries = needed_for(jaxpr.eqns, entries, known=predicates)
+        self.for_entries = needed_for(jaxpr.eqns, entries, known=booleans)
 
     def _env(self, x: Sequence[Any] | None, operands: Sequence[Any]) -> dict[Any, Any]:
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
@@ -334,17 +349,12 @@ class _Compact:
         """The booleans that are kept."""
         env = self._env(x, operands)
         graph.run(self.for_bits, env)
-        return [env[v] for v in self.chosen]
+        return self.kept.make(env, self.jaxpr.invars[0].aval.shape)
 
     def __call__(self, bits: Sequence[Any], operands: Sequence[Any], h: Sequence[Any]) -> State:
         """The pullback."""
         env = self._env(None, operands)
-        env.update(zip(self.chosen, bits, strict=True))
-        for v, (kind, of) in self.predicates.items():
-            if kind == "same":
-                env[v] = env[of]
-            elif kind == "opposite":
-                env[v] = ~env[of]
+        env.update(self.kept.read(bits))
         graph.run(self.for_entries, env)
         entries = [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in self.jaxpr.outvars]
         columns = [entries[i * self.outputs : (i + 1) * self.outputs] for i in range(self.states)]
@@ -381,13 +391,13 @@ def _compact_form(block: Block) -> _Compact | None:
 
     flat = [*x, *operands]
     jaxpr, consts = staging.flatten_calls(jax.make_jaxpr(entries)(*flat), flat)
-    predicates = _predicates(jaxpr, k)
-    if not predicates:
+    booleans = _booleans(jaxpr, k)
+    if not booleans:
         return None
-    return _Compact(jaxpr, tuple(consts), k, len(block.outputs), _related(jaxpr, consts, k, predicates))
+    return _Compact(jaxpr, tuple(consts), k, len(block.outputs), booleans)
 
 
-def _predicates(jaxpr: Any, states: int) -> list[Any] | None:
+def _booleans(jaxpr: Any, states: int) -> list[Any] | None:
     """The booleans through which alone the outputs depend on the state; None if there is another way."""
     depends = set(jaxpr.invars[:states])
     producer = {}
@@ -413,48 +423,6 @@ def _predicates(jaxpr: Any, states: int) -> list[Any] | None:
     return [v for e in jaxpr.eqns for v in e.outvars if v in found]
 
 
-def _related(
-    jaxpr: Any, consts: Sequence[Any], states: int, predicates: Sequence[Any]
-) -> dict[Any, Any]:
-    """Which booleans follow from which, as far as probes show: (kind, of what).
-
-    Probes are generic inputs, and ties (equal states, zeros) as long as the Jacobian is regular there;
-    where it is singular there is no vijp, and the pullback of one side of the tie serves as well.
-    """
-    rng = np.random.default_rng(0)
-    invars = jaxpr.invars
-    generic = [_inputs(v.aval.dtype, rng) for v in invars[:states]]
-    shown = [*predicates, *jaxpr.outvars]
-    watched = SimpleNamespace(constvars=jaxpr.constvars, invars=invars, eqns=jaxpr.eqns, outvars=shown)
-    program = Program(watched, tuple(consts), states, 0, False)
-    samples = []
-    for x in (generic, [generic[0]] * states, [np.zeros_like(a) for a in generic]):
-        others = [_samples(v.aval, rng) for v in invars[states:]]
-        values = np.stack(_pointwise(program, [*x, *others], rng), -1)
-        entries = values[:, len(predicates) :]
-        outputs = entries.shape[-1] // states
-        jacobian = np.moveaxis(entries.reshape(-1, states, outputs), 1, 2)
-        with np.errstate(all="ignore"):
-            finite = np.isfinite(jacobian).all((-2, -1))
-            sizes = np.linalg.svd(np.where(finite.reshape(-1, 1, 1), jacobian, 0), compute_uv=False)
-        regular = finite & (sizes[:, -1] > 1e-14 * sizes[:, 0])
-        samples.append(values[regular, : len(predicates)] > 0.5)
-    table = np.concatenate(samples)
-    relations: dict[Any, Any] = {}
-    for i, v in enumerate(predicates):
-        column = table[:, i]
-        chosen = [(j, u) for j, u in enumerate(predicates[:i]) if relations[u][0] == "bit"]
-        same = next((u for j, u in chosen if (table[:, j] == column).all()), None)
-        opposite = next((u for j, u in chosen if (table[:, j] != column).all()), None)
-        if same is not None:
-            relations[v] = ("same", same)
-        elif opposite is not None:
-            relations[v] = ("opposite", opposite)
-        else:
-            relations[v] = ("bit", None)
-    return relations
-
-
 # --- probing --------------------------------------------------------------------------------------
 
 _CORE, _WIDE = 160, 256
@@ -465,6 +433,7 @@ class Probe(NamedTuple):
 
     vanishing: float  # share of inputs in the core at which the Jacobian is exactly singular
     gain: float  # inf where the derivative is not bounded away from zero
+    singular_at_ties: bool  # whether that is so because of what JAX makes of two equal values
 
 
 _probes: dict[Any, Probe] = {}
@@ -496,30 +465,148 @@ def _evaluate_probe(program: Program, operands: Sequence[np.ndarray | None]) -> 
         _samples(v.aval, rng) if o is None else _drawn(o, rng)
         for v, o in zip(invars[program.states + program.seeds :], operands, strict=True)
     ]
-    seeds = _seeds(program)
+    probed = _jacobians(program, x, others)
+    finite, largest, smallest = _singular_values(probed)
+    inside = finite & np.repeat([True, False], [_CORE, _WIDE])
+    singular = smallest <= _ZERO * largest
+    vanishing = float(singular[inside].mean()) if inside.any() else 0.0
+    with np.errstate(all="ignore"):
+        beside, tied = _Knots(program, x, others).jacobians()
+    gain = _gain(np.concatenate([probed, beside]))
+    finite, largest, smallest = _singular_values(tied)
+    if gain < np.inf and (finite & (smallest <= _ZERO * largest)).any():
+        return Probe(vanishing, np.inf, True)
+    return Probe(vanishing, _gain(np.concatenate([probed, beside, tied])), False)
+
+
+_ZERO = 1e-14  # a singular value, relative to the largest
+
+
+def _jacobians(
+    program: Program, x: Sequence[np.ndarray], others: Sequence[np.ndarray], **given: Any
+) -> np.ndarray:
+    """[probes, k', k]; `given`: as of `_pointwise`."""
+    seeds, size = _seeds(program), len(x[0])
     columns = []
     for i in range(program.seeds):
-        unit = [np.full(_CORE + _WIDE, float(i == j), v.aval.dtype) for j, v in enumerate(seeds)]
-        columns.append(_pointwise(program, [*x, *unit, *others], rng))
+        unit = [np.full(size, float(i == j), v.aval.dtype) for j, v in enumerate(seeds)]
+        columns.append(_pointwise(program, [*x, *unit, *others], **given))
     jacobian = np.stack([np.stack(c, -1) for c in columns], -2)  # [probes, seed, result]
-    if not program.backward:
-        jacobian = np.swapaxes(jacobian, -1, -2)  # [probes, k', k]
+    return jacobian if program.backward else np.swapaxes(jacobian, -1, -2)
+
+
+def _singular_values(jacobian: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(which are finite, the largest, the smallest)."""
     finite = np.isfinite(jacobian).all((-2, -1))
-    core = np.repeat([True, False], [_CORE, _WIDE])
     values = np.linalg.svd(np.where(finite.reshape(-1, 1, 1), jacobian, 0), compute_uv=False)
-    largest, smallest = values[:, 0], values[:, -1]
-    singular = finite & (smallest <= 1e-14 * largest)
-    inside = finite & core
-    vanishing = float(singular[inside].mean()) if inside.any() else 0.0
-    return Probe(vanishing, _gain(jacobian[finite], largest[finite], smallest[finite]))
+    return finite, values[:, 0], values[:, -1]
 
 
-def _gain(jacobian: np.ndarray, largest: np.ndarray, smallest: np.ndarray) -> float:
+class _Knots:
+    """Inputs at which two values are equal that the derivative compares.
+
+    Between two probes may lie a range of inputs that none of them hits, and none ever hits a tie. So
+    where a comparison turns out differently at two probes, the line between them is bisected.
+    """
+
+    def __init__(self, program: Program, x: Sequence[np.ndarray], others: Sequence[np.ndarray]):
+        self.program, self.others = program, others
+        self.comparisons = predicates.Reader(_needed(program.jaxpr)).comparisons()
+        ways: dict[predicates.Pair, set[int]] = {}
+        for c in self.comparisons.values():
+            ways.setdefault(c.pair, set()).add(min(c.true_at, c.opposite.true_at))
+        self.pairs = list(ways)
+        # Of one comparison both sides are probed, and a tie is on one of them.
+        several = len(ways) > 1 or any(len(found) > 1 for found in ways.values())
+        self.which = np.zeros(0, int)  # of each knot, the pair that is equal there
+        if several:
+            self._find(x)
+
+    def _find(self, x: Sequence[np.ndarray]) -> None:
+        # One state's probes in order; of several states, neighbours that are not far away.
+        order = np.argsort(x[0]) if len(x) == 1 else np.arange(_CORE + _WIDE // 2)
+        slots, following = order[:-1], order[1:]
+        low, high = ([a.astype(np.float64)[at] for a in x] for at in (slots, following))
+        turns = self._differences(low, slots) * self._differences(high, slots) < 0
+        room = max(1, len(x[0]) // len(self.pairs))
+        chosen = [np.flatnonzero(t) for t in turns]
+        chosen = [c[np.linspace(0, len(c) - 1, min(len(c), room)).astype(int)] for c in chosen]
+        lines = np.concatenate(chosen)
+        self.which = np.repeat(np.arange(len(self.pairs)), [len(c) for c in chosen])
+        self.slots = slots[lines]
+        self.low, self.high = ([a[lines] for a in side] for side in (low, high))
+        self.width = np.max([np.abs(a - b) for a, b in zip(self.low, self.high, strict=True)], 0)
+        if len(lines):
+            self._bisect()
+
+    def _bisect(self) -> None:
+        here = self.which, np.arange(len(self.which))
+        below = self._differences(self.low, self.slots)[here] < 0
+        for _ in range(50):
+            middle = [a + (b - a) / 2 for a, b in zip(self.low, self.high, strict=True)]
+            same = (self._differences(middle, self.slots)[here] < 0) == below
+            self.low = [np.where(same, m, a) for m, a in zip(middle, self.low, strict=True)]
+            self.high = [np.where(same, b, m) for m, b in zip(middle, self.high, strict=True)]
+
+    def _differences(self, x: Sequence[np.ndarray], slots: np.ndarray) -> np.ndarray:
+        """a - b of each pair: [pairs, probes]."""
+        atoms = [v for pair in self.pairs for v in (pair.a, pair.b)]
+        jaxpr, zeros = self.program.jaxpr, np.zeros(len(slots))
+        watched = SimpleNamespace(
+            constvars=jaxpr.constvars,
+            invars=jaxpr.invars,
+            eqns=jaxpr.eqns,
+            outvars=[v for v in atoms if not isinstance(v, predicates.Number)],
+        )
+        args = [*x, *(zeros for _ in _seeds(self.program)), *(o[slots] for o in self.others)]
+        found = iter(_pointwise(self.program._replace(jaxpr=watched), args, slots))
+        values = [v.value + zeros if isinstance(v, predicates.Number) else next(found) for v in atoms]
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return np.stack([np.where(a == b, 0.0, a - b) for a, b in pairs])
+
+    def jacobians(self) -> tuple[np.ndarray, np.ndarray]:
+        """Beside the knots, and at them."""
+        if not len(self.which):
+            none = np.zeros((0, len(self.program.jaxpr.outvars), self.program.seeds))
+            none = np.swapaxes(none, -1, -2) if self.program.backward else none
+            return none, none
+        sides = [self._jacobians(side, ()) for side in (self.low, self.high)]
+        apart = [(self._differences(side, self.slots) != 0).all(0) for side in (self.low, self.high)]
+        beside, sides = np.concatenate(apart), np.concatenate(sides)
+        tied = [self._jacobians(self.low, several) for several in self._ties()]
+        return sides[beside], np.concatenate([sides[~beside], *tied])
+
+    def _ties(self) -> list[np.ndarray]:
+        """Which pairs to take for equal: [pairs, knots], in several ways."""
+        number = np.arange(len(self.pairs))[:, None]
+        # Others are equal at the same place: max(x, 0) + max(2x, 0).
+        near = np.abs(self._differences(self.low, self.slots)) <= 2.0**-20 * self.width
+        tied = near | (number == self.which)
+        if len(self.low) == 1:
+            return [tied]
+        # Of several states so may be others, by chance: a and b, c and d.
+        few = range(min(len(self.pairs), 4))
+        chances = [s for n in (2, 3, 4) for s in itertools.combinations(few, n)]
+        return [tied, *(tied | np.isin(number, s) for s in chances)]
+
+    def _jacobians(self, x: Sequence[np.ndarray], tied: Any) -> np.ndarray:
+        forced = {
+            v: (tied[self.pairs.index(c.pair)], bool(c.true_at & predicates.EQUAL))
+            for v, c in self.comparisons.items()
+            if len(tied)
+        }
+        others = [o[self.slots] for o in self.others]
+        return _jacobians(self.program, x, others, slots=self.slots, forced=forced)
+
+
+def _gain(jacobian: np.ndarray) -> float:
     """(r² + 1) / 2r for derivatives between r and 1, half of them at each end (docs/numerics.md §1).
 
     A continuous derivative that changes its sign passes through zero, however wide the probes miss
     it; one that jumps between a few values (|x|, LeakyReLU) does not.
     """
+    finite, largest, smallest = _singular_values(jacobian)
+    jacobian, largest, smallest = jacobian[finite], largest[finite], smallest[finite]
     if not len(jacobian) or smallest.min() <= 1e-3 * largest.max():
         return np.inf
     if jacobian.shape[-2:] == (1, 1):
@@ -561,25 +648,33 @@ def _drawn(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 _HANDING_ON = compat.SAME_VALUES | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
 
 
-def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[np.ndarray]:
+def _pointwise(
+    program: Program,
+    args: Sequence[np.ndarray],
+    slots: np.ndarray | None = None,
+    forced: Mapping[Any, tuple[np.ndarray, bool]] = MappingProxyType({}),
+) -> list[np.ndarray]:
     """Evaluate the program with one number in place of every array.
 
     What is computed by an equation that is not pointwise (a norm under `stop_gradient`) is unknown,
-    and sampled like any other operand.
+    and sampled like any other operand, the same at every call; `slots` says which samples to take.
+    `forced`: booleans that are to be true, or false, at some of the probes.
     """
     jaxpr = program.jaxpr
-    size = _CORE + _WIDE
+    taken = slice(None) if slots is None else slots
+    size = len(args[0])
     with compat.evaluated_now(), jax.debug_nans(False):
         env: dict[Any, Any] = {}
-        for var, const in zip(jaxpr.constvars, program.consts, strict=True):
-            known = compat.concrete(const)
-            env[var] = _samples(var.aval, rng) if known is None else _drawn(known, rng)
+        for i, (var, const) in enumerate(zip(jaxpr.constvars, program.consts, strict=True)):
+            known, rng = compat.concrete(const), np.random.default_rng([3, i])
+            env[var] = (_samples(var.aval, rng) if known is None else _drawn(known, rng))[taken]
         env.update((v, jnp.asarray(a, v.aval.dtype)) for v, a in zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
             value = jnp.asarray(atom.val) if isinstance(atom, Literal) else env[atom]
             return jnp.broadcast_to(value, (size,))
 
+        places = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         for eqn in _needed(jaxpr):
             if eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p:
                 found = compat.bind_now(eqn, [read(v) for v in eqn.invars])
@@ -587,5 +682,10 @@ def _pointwise(program: Program, args: Sequence[np.ndarray], rng: Any) -> list[n
             elif eqn.primitive in _HANDING_ON:
                 env[eqn.outvars[0]] = read(eqn.invars[0])
             else:
-                env.update((v, _samples(v.aval, rng)) for v in eqn.outvars)
+                rng = np.random.default_rng([4, places[id(eqn)]])
+                env.update((v, _samples(v.aval, rng)[taken]) for v in eqn.outvars)
+            for v in eqn.outvars:
+                if v in forced:
+                    at, value = forced[v]
+                    env[v] = jnp.where(at, value, env[v])
         return [np.asarray(read(v), np.float64) for v in jaxpr.outvars]

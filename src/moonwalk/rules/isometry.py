@@ -30,7 +30,7 @@ from jaxtyping import Array
 from .. import compat
 from ..chain import is_declared_isometric
 from ..declare import tolerance
-from ..errors import DeclarationError
+from ..errors import DeclarationError, SingularError
 from ..fragments import Ask, Fragmental, Place
 from ..graph import Block
 from ..registry import (
@@ -93,7 +93,7 @@ class Isometry(_Orthonormal):
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         """J Jᵀ u = u on a random u."""
         del factors
-        return [_alarm(block, kept, random_cotangents(block))]
+        return _alarms(block, kept, random_cotangents(block))
 
     def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
         del ask
@@ -168,7 +168,7 @@ class Edges(_Orthonormal, Fragmental):
         for start, stop in self._strips(block):
             strip = jnp.zeros([b - a for a, b in zip(start, stop, strict=True)], u.dtype)
             u = lax.dynamic_update_slice(u, strip, start)
-        return [_alarm(block, kept, (u,), " on windows inside the input")]
+        return _alarms(block, kept, (u,), " on windows inside the input")
 
 
 # --- values -------------------------------------------------------------------------------------------
@@ -180,16 +180,24 @@ def _pullback(block: Block, operands: Sequence[Any]) -> Any:
     return jax.vjp(lambda *x: block(x, operands), *x)[1]
 
 
-def _alarm(block: Block, pullback: Any, u: State, where: str = "") -> Alarm:
+def _alarms(block: Block, pullback: Any, u: State, where: str = "") -> list[Alarm]:
     """Whether J Jᵀ u is u."""
     back = pushforward(block, pullback, pullback(u))
     off = _norm([a - b for a, b in zip(back, u, strict=True)]) / _norm(u)
-    return Alarm(
-        ~(off <= tolerance(block.outputs[0].aval.dtype, 256)),
-        f"vijp: an operator is declared 'isometric', but J Jᵀ is not the identity{where}; check "
-        "the kernel, its stride and its padding, or leave the declaration out",
-        DeclarationError,
-    )
+    return [
+        Alarm(
+            ~jnp.isfinite(off),
+            "vijp: an operator that is declared 'isometric' holds NaN or infinity (values that are not "
+            "finite); look for the step that made them",
+            SingularError,
+        ),
+        Alarm(
+            off > tolerance(block.outputs[0].aval.dtype, 256),
+            f"vijp: an operator is declared 'isometric', but J Jᵀ is not the identity{where}; check "
+            "the kernel, its stride and its padding, or leave the declaration out",
+            DeclarationError,
+        ),
+    ]
 
 
 def _norm(arrays: Any) -> Array:

@@ -160,6 +160,18 @@ class Dense(Rule):
         w = operands[block.operands.index(layout.weight)]
         return pivot.gain(structure, _matrix(layout, w))
 
+    def declared(self, block: Block) -> list[tuple[str, float]]:
+        layout = _layout(block)
+        weight = f"the weight {block.name(layout.weight)}"
+        size = max(_features(layout))
+        return pivot.declared(_structure(block, layout), layout.weight.aval.dtype, size, weight)
+
+    def probe(self, block: Block, operands: Sequence[Any]) -> list[Any]:
+        layout, structure = _layout(block), _structure(block, _layout(block))
+        assert structure is not None
+        w = operands[block.operands.index(layout.weight)]
+        return [pivot.probe(_matrix(layout, w), structure)]
+
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
         return self.alarms(block, self.prepare(block, operands), None)
 

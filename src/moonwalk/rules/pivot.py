@@ -28,6 +28,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
@@ -152,14 +153,46 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
     return Gain(float(jnp.max(norms[0] * norms[1])) / min(rows, out), mixes=True)
 
 
+def declared(structure: str | None, dtype: Any, size: int, what: str) -> list[tuple[str, float]]:
+    """For `Rule.declared`: what is relied on, and how far it may be off."""
+    if structure is None:
+        return []
+    rounding = 3 * allowed_defect(dtype, size, structure)  # of a product of two, on a random vector
+    return [(f"{what}, declared {structure!r}", rounding)]
+
+
+def probe(matrix: Float[Array, "*batch in out"], structure: str) -> Float[Array, ""]:
+    """How far a pivot is from its declared structure, as cheaply as it is read.
+
+    Zeros are looked at one by one. Orthogonality shows on random vectors v of signs: with
+    E = MᵀM − I, E ‖E v‖² = ‖E‖_F², so that ‖E v‖ / ‖v‖ ≥ ‖E‖₂ / √n is measured, on average.
+    """
+    matrix = compat.gathered(matrix)
+    if structure != "orthogonal":
+        return jnp.max(defect(matrix, structure), initial=0).astype(jnp.float32)
+    wide = matrix.astype(compat.working_dtype(matrix.dtype))
+    tall = matrix.shape[-2] >= matrix.shape[-1]
+    m = wide if tall else jnp.swapaxes(wide, -1, -2)
+    size = m.shape[-1]
+    rng = np.random.default_rng(0)
+    v = jnp.asarray(rng.choice([-1.0, 1.0], (size, _VECTORS)), wide.dtype)
+    exact = lax.Precision.HIGHEST
+    product = jnp.matmul(jnp.swapaxes(m, -1, -2), jnp.matmul(m, v, precision=exact), precision=exact)
+    off = jnp.sqrt(jnp.sum((product - v) ** 2, -2) / size)
+    return jnp.max(off, initial=0).astype(jnp.float32)
+
+
+_VECTORS = 4
+
+
 def alarms(factors: Factors, structure: str | None, dtype: Any, what: str) -> list[Alarm]:
     """A zero pivot; a declaration that does not hold."""
     kind = structure or "general"
     found = [
         Alarm(
             ~factors.finite,
-            f"vijp: {what} holds values that are not finite, so no cotangent came through it unharmed; "
-            "look for the step that made them",
+            f"vijp: {what} holds NaN or infinity (values that are not finite), so no cotangent came "
+            "through it unharmed; look for the step that made them",
             SingularError,
         ),
         Alarm(

@@ -13,6 +13,7 @@ Overlapping sums are convolutions with a kernel of ones, solved as such.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from ..registry import (
     register_vijp,
 )
 from . import windows
+from .predicates import TIE
 from .windows import Axis, Plan
 
 
@@ -61,11 +63,17 @@ class DisjointRows(Rule):
         _, norms = self._norms(block, kept)
         return [
             Alarm(
-                ~(norms > 0),
+                ~jnp.isfinite(norms),
+                f"vijp: a {block.eqn.primitive.name} has a derivative that is NaN or infinite at some "
+                "outputs: what it reads is not finite; look for the step that made it so",
+                SingularError,
+            ),
+            Alarm(
+                norms == 0,
                 f"vijp: a {block.eqn.primitive.name} has a derivative that is exactly zero at some "
                 "outputs: their cotangents cannot be recovered",
                 SingularError,
-            )
+            ),
         ]
 
 
@@ -91,7 +99,10 @@ class Reduction(DisjointRows):
 
 @register_region
 class Extremes(Rule):
-    """Maximum and minimum of pairs, as two reductions over an axis of length two: a permutation."""
+    """Maximum and minimum of pairs, as two reductions over an axis of length two: a permutation.
+
+    Of two equal values JAX gives each half of the derivative: the Jacobian is then singular.
+    """
 
     name = "extremes"
 
@@ -108,21 +119,26 @@ class Extremes(Rule):
         return Verdict(True, "sorts pairs")
 
     def keep(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
-        """One bit per pair: whether its first was the larger."""
+        """Two bits per pair: whether its first was at least, and at most, its second."""
         (axis,) = block.eqn.params["axes"]
         first, second = (lax.index_in_dim(x[0], i, axis, keepdims=False) for i in range(2))
         largest = block.eqns[0].primitive is lax.reduce_max_p
-        return block(x, operands), Partial(_Unsort(axis, largest), first >= second)
+        return block(x, operands), Partial(_Unsort(axis, largest), first >= second, first <= second)
 
     def _rows(self, block: Block, kept: Any) -> list[Any]:
         return [rows for (rows,) in pull_back_units(block, kept)]
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         axes = tuple(block.eqn.params["axes"])
-        return cast_like_outputs(block, [jnp.sum(r * h[0], axes) for r in self._rows(block, kept)])
+        found = [jnp.sum(r * h[0], axes) for r in self._rows(block, kept)]
+        # At a tie the sum of both cotangents is all that is left of them: no number would be right.
+        tied = [jnp.sum(r * r, axes) < 1 for r in self._rows(block, kept)]
+        return cast_like_outputs(
+            block, [jnp.where(t, jnp.nan, a) for t, a in zip(tied, found, strict=True)]
+        )
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        return Gain(1.0, mixes=False)
+        return Gain(math.inf, mixes=False, reason=TIE)
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         axes = tuple(block.eqn.params["axes"])
@@ -131,24 +147,24 @@ class Extremes(Rule):
             Alarm(
                 (norms[0] < 1) | (norms[1] < 1),
                 "vijp: a pair is equal (a tie), and JAX splits its derivative: which of the two was the "
-                "maximum cannot be told; sort the pairs instead (jnp.sort)",
+                "maximum cannot be told; sort the pairs instead (jnp.sort), or use moonwalk.nn.MaxMin",
                 SingularError,
             )
         ]
 
 
 class _Unsort(NamedTuple):
-    """The pullback of Extremes, from one bit per pair."""
+    """The pullback of Extremes, from two bits per pair."""
 
     axis: int
     largest_first: bool
 
-    def __call__(self, first_is_larger: Any, h: State) -> State:
+    def __call__(self, at_least: Any, at_most: Any, h: State) -> State:
         larger, smaller = h if self.largest_first else h[::-1]
-        pair = [
-            jnp.where(first_is_larger, larger, smaller),
-            jnp.where(first_is_larger, smaller, larger),
-        ]
+        # Half at a tie; 0 / 0 where one of them is NaN, as JAX has it.
+        bits = [bit.astype(larger.dtype) for bit in (at_least, at_most)]
+        first, second = (bit / sum(bits) for bit in bits)
+        pair = [first * larger + second * smaller, second * larger + first * smaller]
         return (jnp.stack(pair, self.axis),)
 
 

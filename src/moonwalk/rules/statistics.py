@@ -34,11 +34,13 @@ from jax import lax
 from jax.tree_util import Partial
 
 from .. import compat, graph, staging
+from ..activity import active_variables
 from ..compat import JaxprEqn, Literal
 from ..errors import SingularError
 from ..fragments import Fragmental, Place
 from ..graph import Block
-from ..partition import POINTWISE, active_variables
+from ..linearity import is_linear
+from ..partition import POINTWISE
 from ..registry import (
     Alarm,
     Gain,
@@ -67,6 +69,15 @@ class Statistics(Rule):
         return find_cut(block) is not None
 
     def verdict(self, block: Block) -> Verdict:
+        if _is_low_rank_update(block):
+            return Verdict(
+                None,
+                "it is a diagonal map plus one of low rank (like I - 2vvᵀ/vᵀv): whether that can be "
+                "inverted is for its weights to say, and no rule does",
+                "apply it as one matrix, x @ w, and declare that (moonwalk.declare(w, 'orthogonal') for "
+                "a Householder reflection), give the layer a rule with moonwalk.custom_vijp, or pass "
+                "fallback=moonwalk.MatrixFree()",
+            )
         # Not False: with an epsilon under its root, an RMSNorm loses almost all of a number, not all.
         lost = f"{describe(block)} of its output's cotangent: those come back only added to the others"
         return Verdict(None, lost, _KEEP)
@@ -142,12 +153,18 @@ class Normalisation(Fragmental):
         weights = f" (operands: {', '.join(map(block.name, named))})" if named else ""
         return [
             Alarm(
-                jnp.asarray(~((np.abs(d) > 0) & np.isfinite(d))),
-                f"the scale of a normalisation is zero (or not finite) at some entries{weights}: the "
-                "output's cotangent leaves no trace in the input's there; keep scales away from zero, "
-                "or give the normalisation none",
+                jnp.asarray(~np.isfinite(d)),
+                f"the scale of a normalisation is NaN or infinite at some entries{weights}; look for "
+                "the step that made it so",
                 SingularError,
-            )
+            ),
+            Alarm(
+                jnp.asarray(d == 0),
+                f"the scale of a normalisation is zero at some entries{weights}: the output's cotangent "
+                "leaves no trace in the input's there; keep scales away from zero, or give the "
+                "normalisation none",
+                SingularError,
+            ),
         ]
 
 
@@ -167,6 +184,13 @@ def describe(block: Block) -> str:
         numbers = f"{len(sizes)} numbers" if len(sizes) > 1 else "one number"
         return f"{what} {numbers} for every {n // sizes[0]} entries"
     return f"{what} {sum(sizes)} of {n} numbers"
+
+
+def _is_low_rank_update(block: Block) -> bool:
+    """Whether y = D x + U Vᵀ x with weights in V: nothing is normalised, and nothing need be lost."""
+    cut = _checked(block)
+    weighed = any(v in block.operands for e in cut.before for v in _variables(e))
+    return weighed and is_linear(block.eqns, block.inputs, block.outputs, affine=True)
 
 
 # --- the cut --------------------------------------------------------------------------------------

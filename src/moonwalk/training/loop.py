@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .. import data, gradient
+from .. import compat, data, gradient
 from ..data import Dataset
 from ..errors import InexactError, NonFiniteError
 from ..gradient import Unplanned
@@ -217,7 +217,8 @@ class _Trainer:
             if not measure:
                 args = jax.eval_shape(lambda *a: a, *args)
             settings = stricter(settings, self.tolerance, attempt)
-            planned = gradient.plan(self.loss, *args, method=settings, has_aux=True)
+            with compat.keeping_barriers():
+                planned = gradient.plan(self.loss, *args, method=settings, has_aux=True)
         self.current = planned
         if not attempt:
             self.tolerance = planned.tolerance

@@ -166,8 +166,7 @@ def make_evaluate(
 
 def compiled(fun: Callable[..., Any], *args: Any, donate: bool = False) -> Any:
     """A program for arguments like these; `donate`: the first argument's memory is reused."""
-    lowered = jax.jit(fun, donate_argnums=(0,) if donate else ()).lower(*args)
-    return lowered.compile(compiler_options=compat.barrier_options() or None)
+    return compat.compiled(jax.jit(fun, donate_argnums=(0,) if donate else ()), *args)
 
 
 def temporaries(program: Any) -> int:

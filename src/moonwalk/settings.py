@@ -1,0 +1,82 @@
+"""Settings that users give: what each may be, and one form for what is said of any other value.
+
+Every function returns the setting as plain Python, or raises a `ValueError` of the form
+`owner: name <what it must be>, got <value>`. Booleans are no numbers here: `depth=True` is a slip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def refuse(owner: str, name: str, rule: str, given: Any) -> ValueError:
+    """The error for a setting that is not what the rule says."""
+    return ValueError(f"{owner}: {name} {rule}, got {given!r}")
+
+
+def is_count(given: Any, least: int = 1) -> bool:
+    """Whether it is a whole number of at least `least`."""
+    return isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= least
+
+
+def count(owner: str, name: str, given: Any, least: int = 1, what: str = "is a whole number") -> int:
+    """A whole number.
+
+    **Example:**
+
+    >>> count("Linear", "in_features", 0)
+    Traceback (most recent call last):
+    ValueError: Linear: in_features is a whole number, at least 1, got 0
+    """
+    if not is_count(given, least):
+        raise refuse(owner, name, f"{what}, at least {least}", given)
+    return int(given)
+
+
+def counts(owner: str, least: int = 1, /, **given: Any) -> None:
+    """Several settings, all of which are whole numbers."""
+    for name, value in given.items():
+        count(owner, name, value, least)
+
+
+def number(owner: str, name: str, given: Any, rule: str, holds: Callable[[float], bool]) -> float:
+    """A real number for which something holds; of NaN nothing does that compares."""
+    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    if not is_number or not holds(float(given)):
+        raise refuse(owner, name, rule, given)
+    return float(given)
+
+
+def finite(owner: str, name: str, given: Any) -> float:
+    """A real number that is neither infinite nor NaN."""
+    return number(owner, name, given, "is a finite number", lambda v: abs(v) < float("inf"))
+
+
+def positive(owner: str, name: str, given: Any) -> float:
+    """A real number above zero that is not infinite."""
+    return number(owner, name, given, "is a positive number", lambda v: 0 < v < float("inf"))
+
+
+def flag(owner: str, name: str, given: Any) -> bool:
+    """True or False, and no word that would pass for one."""
+    if not isinstance(given, bool | np.bool_):
+        raise refuse(owner, name, "is True or False", given)
+    return bool(given)
+
+
+def choice(owner: str, name: str, given: Any, words: Collection[str]) -> str:
+    """One of some words."""
+    if not isinstance(given, str) or given not in words:
+        raise refuse(owner, name, f"must be one of {', '.join(map(repr, words))}", given)
+    return given
+
+
+def sizes(owner: str, name: str, given: Any, ranks: Collection[int], rule: str) -> tuple[int, ...]:
+    """Positive whole numbers, as many as one of `ranks` says."""
+    is_sequence = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str)
+    if not is_sequence or len(given) not in ranks or not all(is_count(n) for n in given):
+        raise refuse(owner, name, rule, tuple(given) if isinstance(given, list) else given)
+    return tuple(int(n) for n in given)
