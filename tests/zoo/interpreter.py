@@ -22,10 +22,6 @@ CALLS = {
 }  # fmt: skip
 
 
-class Loud(Exception):
-    """The program would have raised an error when run."""
-
-
 _tf32 = False  # whether products of float32 whose precision nobody chose round their operands
 
 
@@ -88,7 +84,7 @@ def step(eqn):
     if name == "custom_vijp_call":
         return inner(jax.make_jaxpr(eqn.params["call"])(*(compat.struct(v.aval) for v in eqn.invars)))
     if name in GUARDS:
-        return functools.partial(guard, eqn.params["message"])
+        return functools.partial(guard, eqn.params["report"])
     if name in TABLE:
         dtypes = [v.aval.dtype for v in eqn.outvars]
         fun = TABLE[name](eqn) if all(isinstance(d, np.dtype) for d in dtypes) else None
@@ -131,9 +127,10 @@ def by_jax(eqn):
     return run
 
 
-def guard(message, one, bad):
+def guard(report, one, bad, *details):
+    """Where a compiled program calls back to raise, raise."""
     if np.any(bad):
-        raise Loud(message)
+        raise report(*map(np.asarray, details))
     return [one]
 
 

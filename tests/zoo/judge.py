@@ -40,7 +40,7 @@ METHODS = {  # name -> (method, how often it is drawn)
     "fused": (lambda **k: mw.Moonwalk(**k), 1),
 }
 REFUSALS = (mw.NotSubmersiveError, mw.NotInvertibleError, mw.EffectError, mw.OptimizerError)
-LOUD = (mw.InexactError, mw.SingularError, mw.DeclarationError, interpreter.Loud)
+LOUD = (mw.InexactError, mw.SingularError, mw.DeclarationError)
 
 
 @dataclasses.dataclass
