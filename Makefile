@@ -20,7 +20,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest lint format lock demo bench bench-engine bench-variants bench-fragments bench-isometric bench-reversible fig4 clean
+.PHONY: help venv test test-all test-latest fuzz lint format lock demo bench bench-engine bench-variants bench-fragments bench-isometric bench-reversible fig4 clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -45,6 +45,12 @@ test: venv ## Run the tests, without the slow ones
 
 test-all: venv ## Run all the tests
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+SEEDS ?= 0:1000
+SHARD ?= 1/1
+fuzz: venv ## Compare every method with JAX on random networks; SEEDS=0:10000 SHARD=1/8
+	@mkdir -p build
+	PYTHONPATH=tests $(BIN)/python -m zoo --seeds $(SEEDS) --shard $(SHARD) --out build/zoo-$(subst /,-,$(SHARD)).json $(ARGS)
 
 test-latest: ## Run the tests with the newest releases, unlocked, on Python 3.12 or newer
 	@python=$$(requirements/find-python.sh 3.12 3.99) || { \
