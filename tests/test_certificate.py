@@ -1,6 +1,5 @@
 """Right or loud: cotangents keep their scale, certificates see every entry, errors say where and how much."""
 
-import functools
 import math
 
 import hypothesis
@@ -378,7 +377,7 @@ def test_bfloat16_is_held_to_what_bfloat16_can_do(depth):
 def test_the_first_line_says_it_all(capfd):
     loss = scanned(lambda x, w: jnp.abs(x @ mw.declare(w, "orthogonal")))
     ws, x = orthogonal(8).at[5].multiply(1.5), rows()
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(Exception, match="not what is declared") as raised:
         jax.block_until_ready(jax.jit(mw.grad(loss, method=ALWAYS))(ws, x))
     first = capfd.readouterr().err.splitlines()[0]
     for part in (
@@ -435,9 +434,10 @@ def test_certificates_take_next_to_no_memory():
     ws = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((16_384, 64), jnp.float32)
 
-    @functools.cache
     def temporaries(action):
         run = jax.jit(mw.grad(loss, method=mw.Moonwalk(walk="always", on_inexact=action)))
         return run.lower(ws, x).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries("raise") <= 1.01 * temporaries("ignore")
+    # On a CPU, XLA does not overwrite gradients in place where NaN may have to take theirs.
+    gradients = ws.size * 4
+    assert temporaries("raise") <= 1.01 * temporaries("ignore") + gradients
