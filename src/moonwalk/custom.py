@@ -440,7 +440,8 @@ class CustomRule(Rule):
         return _leaving(block, rule(kept, _arriving(block, h)), "the rule")
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        gain, label = block.eqn.params["gain"], block.eqn.params["label"]
+        gain: Any = block.eqn.params["gain"]
+        label = block.eqn.params["label"]
         if gain is None:
             reason = (
                 f"its author states no gain, so nothing bounds the error of its vijp: pass one, "
@@ -454,7 +455,7 @@ class CustomRule(Rule):
             reason = f"the gain of `{label}` is a function of values: plan with concrete arguments"
             return Gain(math.inf, mixes=True, reason=reason)
         with compat.evaluated_now():
-            return Gain(gain(others), mixes=True, assumed=True)
+            return Gain(float(gain(others)), mixes=True, assumed=True)
 
     def inverts(self, block: Block) -> Verdict:
         eqn, label = block.eqn, block.eqn.params["label"]
