@@ -448,14 +448,14 @@ class CustomRule(Rule):
                 f"{label}.defvijp(rule, gain=...)"
             )
             return Gain(math.inf, mixes=True, reason=reason)
-        if not callable(gain):
+        if isinstance(gain, float):
             return Gain(gain, mixes=True, assumed=True)
         others = None if operands is None else _others(block, [compat.concrete(a) for a in operands])
         if others is None or any(a is None for a in others):
             reason = f"the gain of `{label}` is a function of values: plan with concrete arguments"
             return Gain(math.inf, mixes=True, reason=reason)
         with compat.evaluated_now():
-            return Gain(float(gain(others)), mixes=True, assumed=True)
+            return Gain(gain(others), mixes=True, assumed=True)
 
     def inverts(self, block: Block) -> Verdict:
         eqn, label = block.eqn, block.eqn.params["label"]
