@@ -48,6 +48,11 @@ def check_kept_pullback(fun, *x, at_least=1):
             size = float(np.max(np.abs(want), initial=1e-30))
             np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding * size)
         bits += sum(a.dtype == bool for a in jax.tree.leaves(kept))
+        # Where a gain is promised, cotangents come back: at ties, and between knots that no probe hits.
+        if RULE.verdict(block) and (factor := RULE.gain(block).factor) < np.inf:
+            for got, want in zip(RULE.vijp(block, (), kept, kept(h)), h, strict=True):
+                rounding = 64 * factor * float(jnp.finfo(want.dtype).eps)
+                np.testing.assert_allclose(got, want, rtol=1e3 * rounding, atol=64 * rounding)
     assert seen >= at_least
     return bits
 
@@ -134,7 +139,7 @@ def check_drawn(seed):
     check_kept_pullback(fun, *x, at_least=0)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 80), slow(1000, 3000)])
+@pytest.mark.parametrize(("start", "count"), [(0, 60), slow(1000, 1500)])
 def test_the_kept_pullback_is_jax_s(start, count):
     for seed in range(start, start + count):
         try:

@@ -440,14 +440,15 @@ class CustomRule(Rule):
         return _leaving(block, rule(kept, _arriving(block, h)), "the rule")
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
-        gain, label = block.eqn.params["gain"], block.eqn.params["label"]
+        gain: Any = block.eqn.params["gain"]
+        label = block.eqn.params["label"]
         if gain is None:
             reason = (
                 f"its author states no gain, so nothing bounds the error of its vijp: pass one, "
                 f"{label}.defvijp(rule, gain=...)"
             )
             return Gain(math.inf, mixes=True, reason=reason)
-        if not callable(gain):
+        if isinstance(gain, float):
             return Gain(gain, mixes=True, assumed=True)
         others = None if operands is None else _others(block, [compat.concrete(a) for a in operands])
         if others is None or any(a is None for a in others):

@@ -139,6 +139,7 @@ def declare(
 
 def _checked_taps(taps: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """One index for each of the axes before [in, out], or for the last of them in a stack of kernels."""
+    given: tuple[Any, ...]
     given = tuple(taps) if isinstance(taps, Sequence) and not isinstance(taps, str) else (taps,)
     whole = all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in given)
     spatial = shape[: len(shape) - 2][-len(given) :] if given else ()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -471,7 +471,8 @@ def _evaluate_probe(program: Program, operands: Sequence[np.ndarray | None]) -> 
     singular = smallest <= _ZERO * largest
     vanishing = float(singular[inside].mean()) if inside.any() else 0.0
     with np.errstate(all="ignore"):
-        beside, tied = _Knots(program, x, others).jacobians()
+        unknown = [o is None for o in operands]
+        beside, tied = _Knots(program, x, others, unknown).jacobians()
     gain = _gain(np.concatenate([probed, beside]))
     finite, largest, smallest = _singular_values(tied)
     if gain < np.inf and (finite & (smallest <= _ZERO * largest)).any():
@@ -506,23 +507,50 @@ class _Knots:
     """Inputs at which two values are equal that the derivative compares.
 
     Between two probes may lie a range of inputs that none of them hits, and none ever hits a tie. So
-    where a comparison turns out differently at two probes, the line between them is bisected.
+    where a comparison turns out differently at two probes, the line between them is bisected. A
+    comparison of operands alone, whose values are not known, may have any outcome.
     """
 
-    def __init__(self, program: Program, x: Sequence[np.ndarray], others: Sequence[np.ndarray]):
-        self.program, self.others = program, others
+    def __init__(
+        self,
+        program: Program,
+        x: Sequence[np.ndarray],
+        others: Sequence[np.ndarray],
+        unknown: Sequence[bool],
+    ):
+        self.program, self.x, self.others = program, x, others
         self.comparisons = predicates.Reader(_needed(program.jaxpr)).comparisons()
         ways: dict[predicates.Pair, set[int]] = {}
         for c in self.comparisons.values():
             ways.setdefault(c.pair, set()).add(min(c.true_at, c.opposite.true_at))
         self.pairs = list(ways)
+        on_state, on_unknown = self._dependent(unknown)
+        self.free = [p for p in ways if {p.a, p.b} & on_unknown and not {p.a, p.b} & on_state]
         # Of one comparison both sides are probed, and a tie is on one of them.
-        several = len(ways) > 1 or any(len(found) > 1 for found in ways.values())
+        tie_differs = any(len(found) > 1 or predicates.EQUAL in found for found in ways.values())
         self.which = np.zeros(0, int)  # of each knot, the pair that is equal there
-        if several:
-            self._find(x)
+        if len(ways) > 1 or tie_differs:
+            self._find()
 
-    def _find(self, x: Sequence[np.ndarray]) -> None:
+    def _dependent(self, unknown: Sequence[bool]) -> tuple[set[Any], set[Any]]:
+        """What depends on the states, and what on operands that are not known."""
+        jaxpr, states = self.program.jaxpr, self.program.states
+        operands = jaxpr.invars[states + self.program.seeds :]
+        on_state = set(jaxpr.invars[:states])
+        on_unknown = {v for v, u in zip(operands, unknown, strict=True) if u}
+        on_unknown |= {
+            v
+            for v, c in zip(jaxpr.constvars, self.program.consts, strict=True)
+            if compat.concrete(c) is None
+        }
+        for eqn in jaxpr.eqns:
+            read = {v for v in eqn.invars if not isinstance(v, Literal)}
+            for found in (on_state, on_unknown):
+                found.update(eqn.outvars if read & found else ())
+        return on_state, on_unknown
+
+    def _find(self) -> None:
+        x = self.x
         # One state's probes in order; of several states, neighbours that are not far away.
         order = np.argsort(x[0]) if len(x) == 1 else np.arange(_CORE + _WIDE // 2)
         slots, following = order[:-1], order[1:]
@@ -566,10 +594,23 @@ class _Knots:
 
     def jacobians(self) -> tuple[np.ndarray, np.ndarray]:
         """Beside the knots, and at them."""
-        if not len(self.which):
-            none = np.zeros((0, len(self.program.jaxpr.outvars), self.program.seeds))
-            none = np.swapaxes(none, -1, -2) if self.program.backward else none
-            return none, none
+        none = np.zeros((0, len(self.program.jaxpr.outvars), self.program.seeds))
+        none = np.swapaxes(none, -1, -2) if self.program.backward else none
+        beside, tied = self._at_knots() if len(self.which) else (none, none)
+        return np.concatenate([beside, *self._with_free_outcomes()]), tied
+
+    def _with_free_outcomes(self) -> Iterator[np.ndarray]:
+        """At the probes, with every outcome of a comparison that the state does not decide."""
+        for pair in self.free[:8]:
+            for outcome in (predicates.LESS, predicates.EQUAL, predicates.GREATER):
+                forced = {
+                    v: (np.ones(len(self.x[0]), bool), bool(c.true_at & outcome))
+                    for v, c in self.comparisons.items()
+                    if c.pair == pair
+                }
+                yield _jacobians(self.program, self.x, self.others, forced=forced)
+
+    def _at_knots(self) -> tuple[np.ndarray, np.ndarray]:
         sides = [self._jacobians(side, ()) for side in (self.low, self.high)]
         apart = [(self._differences(side, self.slots) != 0).all(0) for side in (self.low, self.high)]
         beside, sides = np.concatenate(apart), np.concatenate(sides)
@@ -620,7 +661,7 @@ def _gain(jacobian: np.ndarray) -> float:
 def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     """Inputs: a core around zero, where activations live, and magnitudes far out."""
     info = jnp.finfo(dtype)
-    reach = min(30.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
+    reach = min(36.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
     core = rng.uniform(-3, 3, _CORE)
     # Evenly over the magnitudes, of either sign in turn; jittered, so that no two states ever tie.
     near = np.linspace(-1, 2, _WIDE // 2) + rng.uniform(0, 6 / _WIDE, _WIDE // 2)

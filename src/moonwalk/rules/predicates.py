@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +43,7 @@ _TRUE_AT = {
 
 
 class Number(NamedTuple):
-    """A literal: zeros of either sign are equal to every comparison, so they are one number."""
+    """A literal. Zeros of either sign are one number, here as in every comparison."""
 
     value: Any
     dtype: Any
@@ -154,8 +154,7 @@ class Reader:
 def _named(v: Any) -> Any:
     if not isinstance(v, Literal):
         return v
-    value = np.asarray(v.val).item()
-    return Number(0 * value if value == 0 else value, v.aval.dtype)
+    return Number(np.asarray(v.val).item(), cast(Any, v.aval).dtype)
 
 
 def _has_order(v: Any) -> bool:
