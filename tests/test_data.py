@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tarfile

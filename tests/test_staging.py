@@ -2,6 +2,9 @@
 
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 
 import jax
@@ -99,6 +102,40 @@ def test_a_jax_that_computes_wrong_numbers_is_refused(versions, name):
     assert 'pip install --upgrade "jax>=0.10.1,!=0.10.2"' in words and "Python 3.12" in words
 
 
+@pytest.mark.parametrize(
+    ("working", "stubs", "found"),
+    [
+        (["python3.12", "python3.13", "python3"], [], "python3.13"),
+        (["python3.12", "python3"], ["python3.14", "python3.13"], "python3.12"),
+        (
+            [".pyenv/versions/3.13.2/bin/python3", "python3.12"],
+            ["python3.13"],
+            ".pyenv/versions/3.13.2/bin/python3",
+        ),
+        (["python3.11", "python3"], ["python3.12"], "python3.11"),
+        (["python3"], [], "python3"),
+        ([], ["python3"], ""),
+    ],
+)
+def test_make_takes_the_newest_python_that_runs(working, stubs, found, tmp_path):
+    """Of names on PATH, which may be stubs that fail, and of pyenv's versions."""
+    for name in (*working, *stubs):
+        version = (re.search(r"3\.\d+", name) or ["3.11"])[0]
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Asked whether it lies between two versions: `-c code LOW HIGH`.
+        fits = f'[ "$3" = {version} ] || [ "$3 $4" = "3.11 3.14" ]' if name in working else "false"
+        path.write_text(f"#!/bin/sh\n{fits}\n")
+        path.chmod(0o755)
+    for tool in ("bash", "env", "seq"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    script = pathlib.Path(__file__).parent.parent / "requirements" / "find-python.sh"
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run([script, "3.11", "3.14"], env=env, capture_output=True, text=True)
+    assert done.stdout.strip().removeprefix(f"{tmp_path}/") == found
+    assert (done.returncode == 0) == bool(found)
+
+
 def test_every_statement_of_versions_agrees():
     """The check at import, the package's metadata, the locks, and what the README says."""
     root = pathlib.Path(__file__).parent.parent
@@ -126,9 +163,6 @@ def test_every_statement_of_versions_agrees():
 )
 def test_the_refusal_happens_at_import(version, said, tmp_path):
     """A process whose JAX says it is old gets the sentence, and nothing else was imported before."""
-    import subprocess
-    import sys
-
     code = f"import jax; jax.__version__ = '{version}'; import moonwalk"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0
