@@ -62,7 +62,18 @@ class Tangle:
         return loss, [s for s, wanted in zip(states, self.in_aux, strict=True) if wanted]
 
 
-_STEPS = ("transposed", "scale", "shift", "add", "multiply", "gate", "split", "norm", "statistics", "embed")
+_STEPS = (
+    "transposed",
+    "scale",
+    "shift",
+    "add",
+    "multiply",
+    "gate",
+    "split",
+    "norm",
+    "statistics",
+    "embed",
+)
 
 
 def _step(kind: str, a: Any, b: Any, w: Any, v: Any, rows: Any, activation: Any) -> Any:
