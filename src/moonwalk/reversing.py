@@ -14,7 +14,7 @@ from typing import Any
 from . import compat, engine, peaks
 from .engine import Circumstances, Engine, Staging
 from .errors import NotInvertibleError
-from .inversion import Inverted, inverted_or_why
+from .inversion import Bystander, Inverted, OneBlock, inverted_or_why
 from .methods import Reversible
 from .planning import Choice
 from .plans import Plan
@@ -59,9 +59,20 @@ def bounds(cut: Trunk) -> tuple[int, int]:
     inside = [i for i in bad if start <= i < stop]
     if inside:
         _refuse(nodes, found, inside[0])
+    # Behind the last layer, a derived inverse saves a bit an entry at most, and may divide by zeros of a
+    # mask.
+    while stop > max(start, weighted[-1] + 1) and _is_derived(found[stop - 1]):
+        stop -= 1
     if start >= stop or all(nodes[i].is_aside for i in range(start, stop)):
         return len(nodes), len(nodes)  # a stem and a head
     return start, stop
+
+
+def _is_derived(found: Any) -> bool:
+    """Whether a node's inverse was found by a rule, not given by its author."""
+    return isinstance(found, Bystander) or (
+        isinstance(found, OneBlock) and not found.rule.inverse_is_given
+    )
 
 
 def _one_layer(nodes: Sequence[Node], weighted: Sequence[int]) -> int:

@@ -1,0 +1,205 @@
+"""The trunk of a loss: nodes that never wait for each other, and exports that get no cotangent."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow
+from tangles import Tangle
+from weights import normal
+
+import moonwalk as mw
+from moonwalk import engine, trunk
+from moonwalk.gradient import Call
+
+pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")  # they are small
+
+METHODS = {
+    "default": mw.Moonwalk(),
+    "always": mw.Moonwalk(walk="always"),
+    "checkpoint": mw.Checkpoint(),
+    "recursive": mw.Checkpoint("recursive"),
+    "pure forward": mw.PureForward(),
+}
+
+
+def close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * max(1, np.max(np.abs(b), initial=0)))
+
+
+def cut(loss, *args, has_aux=False):
+    return engine.cut(Call("plan", loss, 0, has_aux, args, {}).stage(()))
+
+
+def described(loss, *args):
+    return [n.describe().split(" ")[0] for n in cut(loss, *args).nodes]
+
+
+X = normal(24, 6, seed=1)
+VECTOR = normal(6, seed=2)
+TABLE = normal(7, 6, seed=3)
+TOKENS = jnp.asarray(np.random.default_rng(4).integers(0, 7, 24))
+EDGES = jnp.asarray(np.random.default_rng(5).integers(0, 24, (2, 40)))
+SQUARE = [normal(6, 6, seed=10 + i) / 2 for i in range(8)]
+
+
+def twice(w, x):
+    return jnp.sum((jax.nn.elu(x * w) @ w) ** 2)
+
+
+def tied_embedding(table, tokens):
+    return jnp.sum((jax.nn.selu(table[tokens]) @ table.T) ** 2)
+
+
+def two_states(w, x):
+    a = x @ w[0]
+    m = jnp.tanh(a)
+    n = a @ w[1] + m
+    m2 = m + n @ w[2]
+    n2 = n @ w[3] + m2
+    return jnp.sum(n2**2) + jnp.sum(m2**2)
+
+
+def graph_network(w, nodes, edges):
+    e = nodes[edges[0]]
+    for i in range(0, 8, 4):
+        m = e @ w[i] + nodes[edges[0]] @ w[i + 1] + nodes[edges[1]] @ w[i + 2]
+        nodes = nodes @ w[i + 3] + jax.ops.segment_sum(m, edges[1], 24) + nodes
+        e = m + e
+    return jnp.sum(nodes**2) + jnp.sum(e**2)
+
+
+def silu_state(w, x):
+    z = jax.nn.silu(x * w)
+    return jnp.sum((z @ w) ** 2), z
+
+
+def batch_norm(x):
+    mean, var = x.mean(0), (x**2).mean(0) - x.mean(0) ** 2
+    return (x - mean) / jnp.sqrt(var + 1e-2), 0.9 * mean
+
+
+def resnet(w, x):
+    h, stats = x @ w[6], []
+    for i in range(0, 6, 2):
+        y, s1 = batch_norm(h @ w[i])
+        y, s2 = batch_norm(jax.nn.relu(y) @ w[i + 1])
+        h = jax.nn.relu(y + h)
+        stats += [s1, s2]
+    return jnp.mean(h**2) + sum(jnp.sum(a**2) for a in w), stats
+
+
+def preactivated(w, x):
+    h, stats = x @ w[6], []
+    for i in range(0, 4, 2):
+        y, s1 = batch_norm(h)
+        y, s2 = batch_norm(jax.nn.relu(y) @ w[i])
+        h = h + jax.nn.relu(y) @ w[i + 1]
+        stats += [s1, s2]
+    return jnp.mean(h**2), stats
+
+
+CASES = {
+    "a weight used twice": (twice, (VECTOR, X), False),
+    "a tied embedding": (tied_embedding, (TABLE, TOKENS), False),
+    "two states made of each other": (two_states, (SQUARE, X), False),
+    "a graph network": (graph_network, (SQUARE, X, EDGES), False),
+    "a state as aux": (silu_state, (VECTOR, X), True),
+    "batch statistics behind a skip": (resnet, (SQUARE, X), True),
+    "batch statistics before a branch": (preactivated, (SQUARE, X), True),
+}
+
+
+FORWARD = {"a weight used twice", "a tied embedding", "a state as aux"}  # a stem, and then one layer
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_twice(case, method):
+    loss, args, has_aux = CASES[case]
+    expected = jax.value_and_grad(loss, has_aux=has_aux)(*args)
+    run = jax.jit(mw.value_and_grad(loss, has_aux=has_aux, method=METHODS[method]))
+    if method == "pure forward" and case not in FORWARD:
+        with pytest.raises(mw.NotSubmersiveError):
+            run(*args)
+    else:
+        close(run(*args), expected)
+
+
+def test_activations_stay_whole_between_uses_of_a_weight():
+    names = described(twice, VECTOR, X)
+    assert [n for n in names if n != "fork"][:3] == ["mul", "gt+select_n+expm1+…", "dot_general"]
+    names = described(tied_embedding, TABLE, TOKENS)
+    assert "gt+select_n+expm1+…" in names and "dot_general" in names
+
+
+def test_a_bias_times_data_belongs_to_the_sum():
+    names = described(lambda w, x: jnp.sum(jnp.abs(x @ w[0] + w[1][0] * x[0])), SQUARE, X)
+    assert names == ["dot_general", "mul+add", "abs", "reduce_sum"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_variable_has_one_reader(case):
+    loss, args, has_aux = CASES[case]
+    made = cut(loss, *args, has_aux=has_aux)
+    seen, read = set(made.state), set()
+    for node in made.nodes:
+        assert not read & set(node.block.inputs)
+        read |= set(node.block.inputs)
+        assert all(v in seen or v in made.fixed for v in (*node.block.inputs, *node.block.operands))
+        seen |= {*node.block.outputs, *node.block.exports}
+    outputs = {v for n in made.nodes for v in n.block.outputs}
+    assert outputs == read | set(made.outputs)  # whoever waits for a cotangent gets one
+
+
+def test_copies_inside_a_node_are_their_variable_again():
+    """A fork whose copy is read where its variable is made would have to run in the middle of it."""
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * jnp.cos(jnp.sin(x)))(X).jaxpr
+    source = jaxpr.eqns[0].outvars[0]
+    inside, outside, other = (trunk.Copy(source) for _ in range(3))
+    own = [jaxpr.eqns[0], jaxpr.eqns[1].replace(invars=[inside])]
+    forks = [(source, [inside, outside, other])]
+    kept, restored = trunk._standing([own], forks)
+    assert kept == [(source, [outside, other])] and restored == {inside: source}
+    kept, restored = trunk._standing([own], [(source, [inside, outside])])
+    assert not kept and restored == {inside: source, outside: source}
+
+
+@pytest.mark.parametrize("seed", [*range(30), *(slow(seed) for seed in range(30, 300))])
+def test_random_tangles(seed):
+    loss = Tangle(seed)
+    always = mw.plan(loss, *loss.args, has_aux=True, method=mw.Moonwalk(walk="always"))
+    methods = [mw.Moonwalk(), always, mw.Checkpoint()]
+
+    @jax.jit  # one program: compiling takes most of the time
+    def run(*args):
+        found = [mw.value_and_grad(loss, has_aux=True, method=m)(*args) for m in methods]
+        return jax.value_and_grad(loss, has_aux=True)(*args), found
+
+    expected, found = run(*loss.args)
+    for result in found:
+        close(result, expected)
+
+
+def test_a_module_with_batch_statistics():
+    """As Equinox writes them: a state that is threaded through, and returned as auxiliary output."""
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="batch", dtype=jnp.float64)
+    dense = [eqx.nn.Linear(6, 6, key=jax.random.key(i), dtype=jnp.float64) for i in range(3)]
+    params, static = eqx.partition((norm, dense), eqx.is_inexact_array)
+
+    def loss(params, state, x):
+        norm, dense = eqx.combine(params, static)
+
+        def one(x, state):
+            for layer in dense:
+                y, state = norm(layer(x), state)
+                x = x + jax.nn.relu(y)
+            return x, state
+
+        y, state = jax.vmap(one, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.mean(y**2), state
+
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, state, X)
+    close(jax.jit(mw.value_and_grad(loss, has_aux=True))(params, state, X), expected)
