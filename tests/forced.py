@@ -3,15 +3,16 @@
 import jax
 import numpy as np
 
-from moonwalk import engine, gradient, sources
+from moonwalk import certificate, engine, gradient, sources
 
 
-def walked(loss, method, *args, certify=True, gains=()):
+def walked(loss, method, *args, gains=()):
     """(gradients of the first argument, certificate, the walk)."""
     call, staged, flat = _staged(loss, args)
-    made = engine.draft(staged, method, certify=certify, gains=gains)
+    made = engine.draft(staged, method, gains=gains)
     whole, walk = _whole_walk(staged, made)
     _, gradients, found = whole(*flat)
+    found = certificate.summary(found, whole.places)
     return jax.tree.unflatten(call.tree, gradients)[0], found, walk
 
 
@@ -32,17 +33,17 @@ def measured(loss, method, *args):
     """Gains measured on the arguments, as a plan carries them."""
     _, staged, flat = _staged(loss, args)
     values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
-    made = engine.draft(staged, method, certify=True, values=values)
+    made = engine.draft(staged, method, values=values)
     _whole_walk(staged, made)
     return tuple(made.book.recorded.items())
 
 
-def under_jit(loss, method, *args, certify=True, gains=()):
+def under_jit(loss, method, *args, gains=()):
     """The same, compiled: (gradients, the certificate's error, the walk)."""
     walks = []
 
     def run(*args):
-        gradients, found, walk = walked(loss, method, *args, certify=certify, gains=gains)
+        gradients, found, walk = walked(loss, method, *args, gains=gains)
         walks.append(walk)
         return gradients, found.error
 

@@ -41,7 +41,7 @@ def vijp(
     - `has_aux`: if True, `fun` returns `(out, aux)`; `aux` takes no part in differentiation.
     - `fallback`: the rule for blocks that no rule knows: None (raise) or `moonwalk.MatrixFree()`.
     - `check`: singular values (a zero pivot, a saturated tanh) and broken declarations. None: raise
-        eagerly, trust under a trace; True: raise under `jit` too (through `equinox.error_if`, at
+        eagerly, trust under a trace; True: raise under `jit` too (by a callback, at
         some cost); False: never look.
 
     **Returns:** `(out, vijp_fun)`, or `(out, vijp_fun, aux)`. `vijp_fun` takes one cotangent per

@@ -201,8 +201,9 @@ class Draft(NamedTuple):
     def describe(self, choice: Choice, method: Any, signature: Any) -> Plan:
         """The choice as a user reads it, its certificates held to the tolerance."""
         side = self.cut.weight_side
-        tolerance = planning.tolerance_of(self.cut, method, choice.segments, self.tolerance)
-        planning.hold_to(tolerance, self.cut, method, choice.segments)
+        segments = choice.segments
+        tolerance = planning.tolerance_of(self.cut, method, segments, self.tolerance)
+        tolerance = planning.hold_to(tolerance, self.cut, method, segments)
         return plans.describe(
             self.cut,
             choice,

@@ -75,7 +75,7 @@ def value_and_grad(
         gradients are zeros of dtype `float0`.
     - `method`: a row of the paper's Table 1, or a plan that `moonwalk.plan` returned: `Moonwalk`,
         `PureForward`, `Backprop`, `Checkpoint`, `Forward`, `ProjectedForward`, `Reversible`.
-    - `certify`: append a `Certificate`, the sampled error of the swept cotangents.
+    - `certify`: append the `Certificate`, the measured error of the recovered cotangents.
 
     **Returns:** a function that returns `(value, gradients)`, `((value, aux), gradients)` with
     `has_aux`, and with `certify` the certificate as a third.

@@ -466,18 +466,20 @@ def tolerance_of(cut: Trunk, method: Planned, segments: Sequence[Segment], plann
 ROUNDINGS = 4  # times what rounding alone makes of a cotangent: healthy walks stay below 2
 
 
-def hold_to(tolerance: float, cut: Trunk, method: Planned, segments: Sequence[Segment]) -> None:
-    """Say how large the certificates of segments may be: the tolerance, or what rounding explains.
+def hold_to(tolerance: float, cut: Trunk, method: Planned, segments: Sequence[Segment]) -> float:
+    """Say how large the certificates of segments may be, and return the largest such limit.
 
-    A tolerance that the user has set is the user's.
+    It is the tolerance, or what rounding alone explains; a tolerance that the user has set is final.
     """
     by_default = method.tolerance is None or math.isinf(method.tolerance)
+    walks = [s for s in segments if isinstance(s, Walk)]
+    least = max((ROUNDINGS * rounding(cut, w) for w in walks), default=0.0) if by_default else 0.0
     for segment in segments:
         if isinstance(segment, Walk):
-            least = ROUNDINGS * rounding(cut, segment) if by_default else 0.0
             segment.hold_to(max(tolerance, least))
         elif isinstance(segment, Inverted):
             segment.hold_to(tolerance)
+    return max(tolerance, least)
 
 
 def rounding(cut: Trunk, walk: Walk) -> float:

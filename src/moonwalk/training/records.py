@@ -12,7 +12,7 @@ class Record:
     step: int  # steps done, this one included
     loss: float
     accuracy: float
-    certificate: float  # the largest sampled error of a swept cotangent; 0 where nothing was walked
+    certificate: float  # the largest measured error of a cotangent; 0 where nothing was walked
     seconds: float  # since training began, resumed runs counted on
     test_loss: float | None = None
     test_accuracy: float | None = None

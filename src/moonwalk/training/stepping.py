@@ -77,7 +77,7 @@ def normaliser(dataset: Dataset) -> Callable[[Array], Array]:
 
 
 def differentiated(loss: Loss, method: Any) -> Callable[..., tuple[tuple[Array, Array], Any, Array]]:
-    """(params, x, y) -> ((loss, accuracy), gradients, sampled error of the walks)."""
+    """(params, x, y) -> ((loss, accuracy), gradients, measured error of the walks)."""
     walk = gradient.value_and_grad(loss, has_aux=True, method=quiet(method), certify=True)
 
     def run(*args: Any) -> tuple[tuple[Array, Array], Any, Array]:
