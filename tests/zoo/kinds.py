@@ -396,7 +396,7 @@ def max_min(g, x):
     a, b = jnp.split(x, 2, -1) if g.chance(0.5) else (x[..., ::2], x[..., 1::2])
     how = g.choice("max", "where", "sort")
     if how == "sort":
-        return jnp.sort(x.reshape(*x.shape[:-1], -1, 2), -1).reshape(x.shape)
+        return jnp.sort(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), -1).reshape(x.shape)
     first, second = (
         (jnp.maximum(a, b), jnp.minimum(a, b))
         if how == "max"
