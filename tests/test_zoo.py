@@ -57,10 +57,10 @@ def test_the_interpreter_agrees_with_xla(seeds):
             np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * scale, err_msg=str(network))
 
 
+@pytest.mark.slow
 def test_every_kind_and_every_method_is_drawn():
-    """Within the seeds of `make test-all`; the settings alone say which methods, so that is cheap."""
     picked, named = set(), set()
-    for seed in range(300):
+    for seed in range(600):
         network = Network(seed)
         picked.update(methods_for(network))
         named.update(line.strip().removeprefix("x = ").split("(")[0] for line in network.lines)

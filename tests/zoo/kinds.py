@@ -396,7 +396,7 @@ def max_min(g, x):
     a, b = jnp.split(x, 2, -1) if g.chance(0.5) else (x[..., ::2], x[..., 1::2])
     how = g.choice("max", "where", "sort")
     if how == "sort":
-        return jnp.sort(x.reshape(*x.shape[:-1], -1, 2), -1).reshape(x.shape)
+        return jnp.sort(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), -1).reshape(x.shape)
     first, second = (
         (jnp.maximum(a, b), jnp.minimum(a, b))
         if how == "max"
@@ -469,7 +469,7 @@ def scatter(g, x):
     n = x.shape[-1]
     at = g.integers(n, 3)
     update = g.weight(3)
-    how = g.choice("add", "set", "multiply", "max", "min")
+    how = g.choice("add", "set", "max", "min")
     return getattr(x.at[..., at], how)(update)
 
 
@@ -842,13 +842,13 @@ def nn_convolution(g, x):
         make = g.choice(
             lambda: mw.nn.Conv1d(n, n, 3, 2, 1, key=key),
             lambda: mw.nn.CausalConv1d(n, n, 2, key=key),
-            lambda: mw.nn.OrthogonalConv1d(n, n, 3, key=key),
+            lambda: mw.nn.OrthogonalConv1d(n, 3, key=key),
         )
     else:
         make = g.choice(
             lambda: mw.nn.Conv2d(n, n, 3, 2, 1, key=key),
             lambda: mw.nn.Conv2d(n, n, 3, 2, 1, groups=2 - n % 2, key=key),
-            lambda: mw.nn.OrthogonalConv2d(n, n, 2, key=key),
+            lambda: mw.nn.OrthogonalConv2d(n, 2, key=key),
         )
     return module(g, make)(x)
 

@@ -54,13 +54,13 @@ def examine(seed, methods=None, limit=60.0, drop=frozenset()):
     now = "JAX"
     try:
         with time_limit(limit):
+            network = Network(seed, drop)
+            record.listing = str(network)
             try:
-                network = Network(seed, drop)
                 ref = Reference(network)
             except Exception as error:
                 record.skipped = f"{type(error).__name__}: {error}"[:200]
                 return record
-            record.listing = str(network)
             for now in methods or methods_for(network):
                 start = time.process_time()
                 outcome = judge(ref, now)
