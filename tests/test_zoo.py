@@ -12,8 +12,9 @@ from zoo.kinds import KINDS
 from zoo.networks import Network
 from zoo.runner import FAILURES, examine
 
-# In `make test` 150 networks of few layers; `make test-all` takes whatever 10,000 seeds draw.
-FEW = [s for s in range(500) if Settings(s).depth <= 3 and not Settings(s).compiled][:150]
+# In `make test` 150 networks of one or two layers (which may hold others), by the default method and another one;
+# `make test-all` takes whatever 10,000 seeds draw.
+FEW = [s for s in range(500) if Settings(s).depth <= 2 and not Settings(s).compiled][:150]
 SHARDS = [FEW[i : i + 25] for i in range(0, 150, 25)]
 ALL = [range(i, i + 100) for i in range(0, 10_000, 100)]
 
@@ -22,7 +23,7 @@ ALL = [range(i, i + 100) for i in range(0, 10_000, 100)]
     "seeds", [*SHARDS, *map(slow, ALL)], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}"
 )
 def test_every_method_is_right_or_loud(seeds):
-    records = [examine(seed) for seed in seeds]
+    records = [examine(seed, most=2 if seeds in SHARDS else None) for seed in seeds]
     failures = [(r, o) for r in records for o in r.outcomes if o.verdict in FAILURES]
     assert not failures, "\n\n".join(
         f"{r.listing}\n  {o.verdict} {o.method}: {o.detail}\n  python -m zoo --seeds {r.seed} --shrink"
@@ -39,7 +40,7 @@ def test_a_seed_is_a_network():
         jax.tree.map(np.testing.assert_array_equal, a.args(), b.args())
 
 
-@pytest.mark.parametrize("seeds", [range(0, 40, 10), slow(range(200))])
+@pytest.mark.parametrize("seeds", [range(0, 80, 10), slow(range(200))])
 def test_the_interpreter_agrees_with_xla(seeds):
     """In float64, where rounding decides nothing."""
     for seed in seeds:
@@ -94,7 +95,7 @@ def test_wrong_gradients_are_called_wrong():
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(8), *(slow(range(i, i + 20)) for i in range(0, 200, 20))],
+    [range(4), *(slow(range(i, i + 20)) for i in range(0, 200, 20))],
     ids=lambda s: f"{s[0]}-{s[-1]}",
 )
 def test_damaged_weights_are_never_silent(seeds):
@@ -106,7 +107,7 @@ def test_damaged_weights_are_never_silent(seeds):
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(9), *(slow(range(i, i + 50)) for i in range(0, 1000, 50))],
+    [range(6), *(slow(range(i, i + 50)) for i in range(0, 1000, 50))],
     ids=lambda s: f"{s[0]}-{s[-1]}",
 )
 def test_healthy_weights_raise_no_alarm(seeds):

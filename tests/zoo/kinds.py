@@ -968,7 +968,7 @@ def deep_walk(g, x):
         for _ in range(g.choice(3, 4, 8, 16)):
             x = one(x, g.weight(n, n, kind=structure), g.weight(n))
         return x
-    length = g.choice(12, 40, 120, 200)
+    length = g.choice(12, 40, 120, 200) if len(g.path) == 1 else g.choice(3, 3, 12, 12)
     w, b = g.weight(length, n, n, kind=structure), g.weight(length, n)
     return lax.scan(lambda x, p: (one(x, *p), None), x, (w, b))[0]
 

@@ -48,8 +48,8 @@ class Record:
     seconds: float = 0.0  # of processor time
 
 
-def examine(seed, methods=None, limit=60.0, drop=frozenset()):
-    """A record of one network, by the methods that its seed picks."""
+def examine(seed, methods=None, limit=60.0, drop=frozenset(), most=None):
+    """A record of one network, by the methods that its seed picks (at most so many), or by these."""
     record, begin = Record(seed), time.process_time()
     now = "JAX"
     try:
@@ -61,7 +61,7 @@ def examine(seed, methods=None, limit=60.0, drop=frozenset()):
             except Exception as error:
                 record.skipped = f"{type(error).__name__}: {error}"[:200]
                 return record
-            for now in methods or methods_for(network):
+            for now in methods or methods_for(network)[:most]:
                 start = time.process_time()
                 outcome = judge(ref, now)
                 outcome.seconds = time.process_time() - start
