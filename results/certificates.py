@@ -46,33 +46,42 @@ def preactivated(ws: Any, x: Any, t: Any) -> Any:
     return jnp.sum(lax.scan(layer, x, ws)[0] * t)
 
 
-def circular(ws: Any, x: Any, t: Any) -> Any:
-    """Isometric convolutions of two taps, on a circle."""
+def isometric(ws: Any, x: Any, t: Any) -> Any:
+    """Circular convolutions with paraunitary kernels of three taps."""
 
     def layer(x: Any, w: Any) -> Any:
-        q, r = w
-        p = mw.declare(q, "orthogonal")
-        y = jnp.concatenate([x[:, -1:], x[:, :-1]], 1)  # a shift of half of the channels
-        x = jnp.concatenate([x[..., : WIDTH // 2], y[..., WIDTH // 2 :]], -1)
-        return jnp.abs(x @ p) + r, None
+        wrapped = jnp.concatenate([x[:, -1:], x, x[:, :1]], 1)
+        dims = ("NHC", "HIO", "NHC")
+        w = mw.declare(w, "isometric")
+        return jnp.abs(lax.conv_general_dilated(wrapped, w, (1,), "VALID", dimension_numbers=dims)), None
 
     return jnp.sum(lax.scan(layer, x, ws)[0] * t)
 
 
-def orthogonal(layers: int) -> Any:
-    return jnp.linalg.qr(jax.random.normal(jax.random.key(0), (layers, WIDTH, WIDTH)))[0]
+def paraunitary(layers: int) -> Any:
+    """An orthogonal matrix times two factors P + (I − P) z, with projectors P."""
+    q, a, b = (orthogonal(layers, seed) for seed in range(3))
+    half = WIDTH // 2
+    with jax.default_matmul_precision("highest"):
+        p1, p2 = (u[..., :half] @ jnp.swapaxes(u[..., :half], -1, -2) for u in (a, b))
+        i = jnp.eye(WIDTH)
+        taps = [p1 @ p2, p1 @ (i - p2) + (i - p1) @ p2, (i - p1) @ (i - p2)]
+        return jnp.stack([q @ tap for tap in taps], 1)
+
+
+def orthogonal(layers: int, seed: int = 0) -> Any:
+    return jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (layers, WIDTH, WIDTH)))[0]
 
 
 def networks(rows: int) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     ws = orthogonal(LAYERS)
     x, t = (jax.random.normal(jax.random.key(i), (rows, WIDTH)) for i in (1, 2))
     grid = (128, rows // 128, WIDTH)
-    bias = jnp.zeros((LAYERS, WIDTH))
     return {
         "dense, scanned": (dense, (ws, x, t)),
         "dense, as a loop": (looped, (list(ws), x, t)),
         "dense, activation first": (preactivated, (ws, x, t)),
-        "shifted dense with biases": (circular, ((ws, bias), x.reshape(grid), t.reshape(grid))),
+        "isometric convolutions": (isometric, (paraunitary(LAYERS), x.reshape(grid), t.reshape(grid))),
     }
 
 

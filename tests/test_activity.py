@@ -283,3 +283,29 @@ def test_a_forbidden_derivative_is_refused_as_by_jax():
     for value_and_grad in (jax.value_and_grad, mw.value_and_grad):
         with pytest.raises(RuntimeError, match="Unexpected cotangent"):
             value_and_grad(loss)(W[0], X)
+
+
+@pytest.mark.parametrize("checkpoint", [3, "auto"])
+def test_keys_that_an_earlier_loop_has_split(checkpoint):
+    """The second loop hands its key on unchanged: all its layers read what only a forward pass has."""
+    q = jnp.linalg.qr(normal(8, 6, 6, seed=5))[0]
+
+    def splitting(carry, w):
+        x, key = carry
+        key, sub = jax.random.split(key)
+        x = x @ mw.declare(w, "orthogonal") + 0.1 * jax.random.normal(sub, x.shape)
+        return (jnp.abs(x), key), None
+
+    def folding(carry, w):
+        x, key, i = carry
+        noise = jax.random.normal(jax.random.fold_in(key, i), x.shape)
+        return (jnp.abs(x @ mw.declare(w, "orthogonal") + 0.1 * noise), key, i + 1), None
+
+    def loss(w, x, key):
+        (x, key), _ = lax.scan(splitting, (x @ w[0], key), w)
+        (x, _, _), _ = lax.scan(folding, (x, key, 0), w)
+        return jnp.mean(x**3)
+
+    method = mw.Moonwalk(checkpoint=checkpoint, walk="always")
+    found = jax.jit(mw.value_and_grad(loss, method=method))(q, X, KEY)
+    close(found, jax.jit(jax.value_and_grad(loss))(q, X, KEY))

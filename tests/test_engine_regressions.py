@@ -12,7 +12,7 @@ from marks import slow
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import certificate, planning
+from moonwalk import planning
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -376,11 +376,47 @@ def test_scans_in_one_period_have_their_anchor():
         assert jnp.linalg.norm(a - b) <= 1e-4 * jnp.linalg.norm(b)
 
 
-def test_samples_reach_both_ends():
-    for shape in ((2, 16, 4), (8, 64, 8), (3, 100), (7,), (2048, 2)):
-        places = np.indices(shape)
-        for axis in range(len(shape)):
-            seen = np.asarray(certificate.entries_of(jnp.asarray(places[axis])))
-            step = max(2, shape[axis] // len(np.unique(seen)) + 1)
-            assert seen.min() <= step
-            assert seen.max() >= shape[axis] - 1 - step
+def test_constants_beside_a_state():
+    """Empty or not, they are no entries of the state, and no indices."""
+    for more in (jnp.zeros((0,)), jnp.ones((2,))):
+
+        def loss(w, x, more=more):
+            y = x @ w
+            return jnp.sum(jnp.concatenate([y[:0], y, more]) ** 2)
+
+        args = normal(6, 6), normal(6, seed=1)
+        for method in (mw.Moonwalk(), mw.Moonwalk(walk="always")):
+            found = jax.jit(mw.grad(loss, method=method))(*args)
+            np.testing.assert_allclose(found, jax.grad(loss)(*args), rtol=1e-12)
+
+
+def test_float16_and_functions_with_types_of_their_own():
+    """A custom rule, or a branch, fixes its types: cotangents are cast to them, and back."""
+
+    @mw.custom_vijp
+    def with_sum(x):
+        return jnp.concatenate([x, x.sum(-1, keepdims=True)], -1)
+
+    with_sum.deffragment(
+        lambda primals, h: h[..., -1:],
+        lambda primals, last, h: jnp.concatenate([h - last, last], -1),
+    )
+
+    def custom(ws, x):
+        for w in ws:
+            x = jnp.abs(with_sum(x) @ w)
+        return jnp.sum(x)
+
+    def branching(ws, x):
+        for w in ws:
+            branches = [lambda x, w=w: jnp.tanh(x @ w[:8]), lambda x: x]
+            x = jnp.abs(lax.switch(jnp.argmax(x) % 2, branches, x) @ w[:8])
+        return jnp.sum(x)
+
+    half = lambda a: a.astype(jnp.float16)
+    args = [half(orthogonal(9, 8, seed=s)) for s in range(3)], half(normal(16, 8))
+    for loss in (custom, branching):
+        found = jax.jit(mw.grad(loss, method=mw.Moonwalk(walk="always")))(*args)
+        for a, b in zip(found, jax.jit(jax.grad(loss))(*args), strict=True):
+            assert a.dtype == jnp.float16
+            np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)

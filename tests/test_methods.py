@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from marks import slow, some
+from weights import normal, orthogonal
 
 import moonwalk as mw
 from moonwalk import compat
@@ -519,3 +520,20 @@ def test_directions_of_any_size_and_kind():
             mw.ProjectedForward(key)
     rbg, other = (mw.ProjectedForward(jax.random.key(0, impl=i)) for i in ("rbg", "unsafe_rbg"))
     assert rbg != other
+
+
+def test_what_follows_the_last_layer_need_not_be_invertible():
+    """A mask with zeros has no inverse, but nothing behind it needs one."""
+    weights = [orthogonal(8, seed=i) for i in range(5)]
+    x, mask = normal(40, 8, seed=1), (normal(40, 8, seed=2) > 0).astype(float)
+
+    def loss(weights, x, mask):
+        for w in weights:
+            x = jax.nn.leaky_relu(x @ mw.declare(w, "orthogonal"), 0.5)
+        return jnp.sum(x * mask)
+
+    expected = jax.value_and_grad(loss)(weights, x, mask)
+    for run in (lambda f: f, jax.jit):
+        found = run(mw.value_and_grad(loss, method=mw.Reversible()))(weights, x, mask)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)

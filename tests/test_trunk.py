@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from marks import slow
 from tangles import Tangle
 from weights import normal
@@ -203,3 +204,18 @@ def test_a_module_with_batch_statistics():
 
     expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, state, X)
     close(jax.jit(mw.value_and_grad(loss, has_aux=True))(params, state, X), expected)
+
+
+@pytest.mark.parametrize("config", [((0, 0, 0), (1, 2, 0)), ((0, 0, 0), (-1, 2, 1))])
+def test_a_pad_with_a_trained_value(config):
+    def loss(params, x):
+        y = lax.pad(jnp.abs(x @ params["w"]), params["value"], config)
+        return jnp.sum(jnp.tanh(y * params["scale"]) ** 2)
+
+    width = 6 + sum(config[1][:2]) + 5 * config[1][2]
+    params = {"w": SQUARE[0], "value": jnp.float64(0.7), "scale": normal(width, seed=9)}
+    expected = jax.value_and_grad(loss)(params, X)
+    for method in METHODS.values():
+        if not isinstance(method, mw.PureForward):
+            close(jax.jit(mw.value_and_grad(loss, method=method))(params, X), expected)
+    close(mw.value_and_grad(loss, method=METHODS["always"])(params, X), expected)

@@ -119,6 +119,10 @@ def _signs(h: Array) -> Array:
     """A fair coin for every entry, the same in every phase: a bit of a hash of its index."""
     sharding = compat.explicit_sharding(jax.typeof(h))
     index: Any = np.uint32(0)
+    if not compat.sharded_axes(jax.typeof(h)):
+        # Zero, which a compiler cannot know: it would make one array of all signs of this shape, a
+        # quarter of a cotangent, and keep it from the first sketch to the last.
+        index = (h[(0,) * h.ndim] * 0).astype(np.uint32)
     stride = 1
     for axis in reversed(range(h.ndim)):
         place = lax.broadcasted_iota(np.uint32, h.shape, axis, out_sharding=sharding)

@@ -49,7 +49,15 @@ class ScanWalk(Walk):
         """What is kept at the starts of segments, and of what all of them read."""
         step = self.scan
         carry = nbytes(*(v.aval for v in step.ins))
-        return self.segments * carry + step.memo_bytes - step.layers_memo_bytes
+        moving = nbytes(*(v.aval for v in self._moving))
+        return self.segments * carry + moving + step.memo_bytes - step.layers_memo_bytes
+
+    @property
+    def _moving(self) -> list[Any]:
+        """What all layers read and only a forward pass has: keys that an earlier loop has split."""
+        consts, _, xs = self.scan.body.counts.groups(self.scan.eqn.invars)
+        found = (v for v in (*consts, *xs) if not isinstance(v, compat.Literal))
+        return [v for v in dict.fromkeys(found) if v not in self.trunk.fixed]
 
     @property
     def kept_bytes(self) -> int:
@@ -77,6 +85,7 @@ class ScanWalk(Walk):
         del keep
         step = self.scan
         operands, carry = step.operands_of(fixed, x)
+        moving = [x[v] for v in self._moving]
         segments, short, start, rest_start = self._firsts()
 
         def segment(carry: Any, number: Any, _: Any) -> Any:
@@ -91,19 +100,19 @@ class ScanWalk(Walk):
             last, rest_ys, _ = step.forward(operands, last, (rest_start, short), keep=False, again=again)
         x.update(zip(step.eqn.outvars, (*last, *step.joined(ys, rest_ys)), strict=True))
         self._drop(x, 0, retain)
-        kept = {"starts": starts, "rest": rest}
+        kept = {"starts": starts, "rest": rest, "moving": moving}
         hold((x, list(x)), (kept, list(kept)))
         return kept
 
     def back_and_forth(self, fixed: Env, kept: Any, h: Cotangents, out: Ledger) -> list[Measured]:
         """Phases I, II and III, segment by segment."""
         step = self.scan
-        operands, _ = step.operands_of(fixed, {})
         # Outside a loop, as the shorter segment is (and, to XLA, a loop that runs once), nothing but a
         # barrier keeps Phase I from being run again at once.
         kept = dict(kept)
         hold((h, list(h)), (kept, list(kept)))
         starts, rest = kept["starts"], kept["rest"]
+        operands, _ = step.operands_of(fixed, dict(zip(self._moving, kept["moving"], strict=True)))
         h_last, h_ys = step.arriving(h)
         in_back = Sums(step, operands, step.inner_in_back)
         in_sweep = Sums(step, operands, step.inner_in_sweep, out, apart=step.weights_in_back)

@@ -80,7 +80,7 @@ def widened(block: Block) -> Block | None:
 
     eqns = []
     for e in block.eqns:
-        if compat.inner_jaxprs(e):
+        if compat.inner_jaxprs(e) or e.primitive.name == "custom_vijp_call":
             return None
         params = {k: _wide_param(p) for k, p in e.params.items()}
         invars = [_wide_literal(v) for v in map(wide, e.invars)]

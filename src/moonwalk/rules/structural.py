@@ -494,9 +494,10 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             numbers.append(jnp.arange(first, first + v.aval.size).reshape(v.aval.shape))
             first += v.aval.size
         env = dict(zip(block.inputs, numbers, strict=True))
-        env.update(
-            (v, jnp.asarray(o)) for v, o in zip(block.operands, operands, strict=True) if o is not None
-        )
+        for v, o in zip(block.operands, operands, strict=True):
+            if o is not None:  # indices, or constants put beside the state: entries that it does not have
+                constant = jnp.issubdtype(o.dtype, jnp.inexact)
+                env[v] = jnp.full(o.shape, -1, numbers[0].dtype) if constant else jnp.asarray(o)
         for eqn in block.eqns:
             inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             if eqn.primitive is lax.gather_p:  # out-of-bounds entries: a number that none has
@@ -504,7 +505,9 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             env.update(zip(eqn.outvars, compat.bind_now(eqn, inputs), strict=True))
         taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])
     if (taken < 0).any():
-        return Verdict(False, "some indices are out of bounds: nothing is selected there", _KEEP)
+        return Verdict(
+            False, "some entries are constants, or their indices out of bounds: nothing is selected", _KEEP
+        )
     if np.bincount(taken, minlength=1).max(initial=0) > 1:
         twice = int(np.bincount(taken).argmax())
         return Verdict(
