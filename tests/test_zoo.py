@@ -40,6 +40,15 @@ def test_a_seed_is_a_network():
         jax.tree.map(np.testing.assert_array_equal, a.args(), b.args())
 
 
+def test_the_twin_draws_the_same_network():
+    """Of networks in fewer bits, the float64 twin has the same weights in the same places."""
+    narrow = [n for n in map(Network, range(60)) if not n.exact]
+    assert len(narrow) > 10
+    for network in narrow:
+        exact = network.places(exact=True)
+        assert exact == network.places(exact=False), network
+
+
 @pytest.mark.parametrize("seeds", [range(0, 80, 10), slow(range(200))])
 def test_the_interpreter_agrees_with_xla(seeds):
     """In float64, where rounding decides nothing."""

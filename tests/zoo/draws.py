@@ -94,6 +94,9 @@ class Draw:
         self.weights = {} if weights is None else weights
         self.makers = {}  # of each weight here: another one like it, from a generator
         self.compute = None if parent is None else parent.compute  # the dtype of a narrow stretch
+        self.nominal = (
+            settings.dtype if parent is None else parent.nominal
+        )  # the dtype here, but for `exact`
         self.rng = generator(settings.seed, *path)
         self.count, self.notes = 0, []
         if parent is None:
@@ -110,6 +113,12 @@ class Draw:
     def dtype(self):
         """Of whatever the network makes itself."""
         return self.compute or ("float64" if self.exact else self.settings.dtype)
+
+    @property
+    def is_wide(self):
+        """Whether the network has at least float32 here. What is drawn may not ask for the state's own dtype, which
+        is another one in the exact twin."""
+        return self.nominal in ("float32", "float64")
 
     # -- structure -------------------------------------------------------------------------------
     def choice(self, *options):

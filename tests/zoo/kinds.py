@@ -28,6 +28,7 @@ class Kind:
     same: bool
     themes: tuple[str, ...]
     often: int
+    wide: bool  # whether it needs at least float32
 
 
 KINDS: dict[str, Kind] = {}
@@ -43,12 +44,18 @@ nonempty = lambda x: x.size > 0
 small = lambda x: features(x) and 2 * x.size <= LARGEST
 
 
-def kind(where=features, same=True, themes=(), often=1):
+def kind(where=features, same=True, themes=(), often=1, wide=False):
     def register(run):
         name = run.__name__
         assert name not in KINDS, name
         KINDS[name] = Kind(
-            name, run, where, same, tuple(themes) if not isinstance(themes, str) else (themes,), often
+            name,
+            run,
+            where,
+            same,
+            tuple(themes) if not isinstance(themes, str) else (themes,),
+            often,
+            wide,
         )
         return run
 
@@ -64,7 +71,12 @@ def layer(g, x, *, same=False):
     at = len(g.root.lines)
     while True:
         k = table[g.rng.integers(len(table))]
-        if k.where(x) and (k.same or not same) and not (nested and "nesting" in k.themes):
+        if (
+            k.where(x)
+            and (k.same or not same)
+            and not (nested and "nesting" in k.themes)
+            and (g.is_wide or not k.wide)
+        ):
             break
     g.notes.clear()
     y = k.run(g, x)
@@ -163,11 +175,7 @@ def numbers(g, x):
 @kind(anything)
 def huge_and_back(g, x):
     """Cotangents leave the usual range and come back."""
-    a = (
-        g.choice(1e-30, 1e-12, 1e12, 1e30)
-        if x.dtype in (jnp.float64, jnp.float32)
-        else g.choice(1e-3, 1e3)
-    )
+    a = g.choice(1e-30, 1e-12, 1e12, 1e30) if g.is_wide else g.choice(1e-3, 1e3)
     return keep(g, x, chain(g, x * jnp.asarray(a, x.dtype)) / jnp.asarray(a, x.dtype))
 
 
@@ -219,7 +227,7 @@ def declared_dense(g, x):
     n = x.shape[-1]
     structure = g.choice("orthogonal", "orthogonal", "lower", "diagonal")
     w = g.weight(n, n, kind=structure)
-    if w.dtype in (jnp.bfloat16, jnp.float16):  # rounding may break what is declared
+    if not g.is_wide:  # rounding may break what is declared
         return x @ w
     if g.chance(0.15):
         structure = {"lower": "upper"}.get(structure, structure)
@@ -231,7 +239,7 @@ def declared_dense(g, x):
 def declared_contraction(g, x):
     n = x.shape[-1]
     w = g.weight(n, g.choice(*[m for m in (1, 4, 6, 8) if m <= n] or [1]), kind="orthogonal")
-    return x @ (w if w.dtype in (jnp.bfloat16, jnp.float16) else mw.declare(w, "orthogonal"))
+    return x @ (mw.declare(w, "orthogonal") if g.is_wide else w)
 
 
 @kind(features, themes="walked", often=2)
@@ -330,7 +338,7 @@ def multi_einsum(g, x):
 def solve(g, x):
     n = x.shape[-1]
     a = g.weight(n, n) / 4 + 2 * jnp.eye(n, dtype=x.dtype)
-    if a.dtype in (jnp.bfloat16, jnp.float16):
+    if not g.is_wide:
         return x @ a
     flat = x.reshape(-1, n).T
     how = g.choice("solve", "triangular", "cholesky", "inverse")
@@ -560,7 +568,7 @@ def narrower(g, x):
 # --- complex numbers --------------------------------------------------------------------------------
 
 
-@kind(lambda x: features(x) and x.dtype in (jnp.float32, jnp.float64) and nonempty(x), often=2)
+@kind(lambda x: features(x) and nonempty(x), often=2, wide=True)
 def fourier(g, x):
     n = x.shape[-1]
     w = g.weight(n // 2 + 1)
@@ -623,7 +631,7 @@ def pivot_convolution(g, x):
     # Strided: the tap at the window's own place; stride one, causal: the last tap.
     tap = (1,) * d if stride == 2 else (taps - 1,) * d
     w = w.at[tap].set(pivot)
-    if w.dtype in (jnp.float32, jnp.float64):
+    if g.is_wide:
         w = mw.declare(w, structure, taps=tap)
     padding = [(1, taps - 2)] * d if stride == 2 else [(taps - 1, 0)] * d
     return conv(x, w, stride, padding)
@@ -671,14 +679,14 @@ def attention(g, x):
     n = x.shape[-1]
     q, k, v = (x @ g.weight(n, n) for _ in range(3))
     how = g.choice("plain", "causal", "jax.nn", "linear")
-    if how == "jax.nn" and x.dtype == jnp.float32:
+    if how == "jax.nn" and g.nominal == "float32":
         return jax.nn.dot_product_attention(q[:, :, None], k[:, :, None], v[:, :, None])[:, :, 0]
     if how == "linear":
         return jnp.einsum("nik,njk,njv->niv", jax.nn.elu(q) + 1, jax.nn.elu(k) + 1, v) / x.shape[1]
     scores = jnp.einsum("nik,njk->nij", q, k) / 2
     if how == "causal":
         scores = jnp.where(
-            jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e4 if x.dtype == jnp.float16 else -1e9
+            jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e4 if g.nominal == "float16" else -1e9
         )
     return x + jax.nn.softmax(scores) @ v
 
@@ -807,7 +815,7 @@ def custom_vijp(g, x):
         return turn(x, g.weight().astype(x.dtype))
     n = x.shape[-1]
     w = g.weight(n + 1, n, kind="orthogonal")
-    return with_sum(x) @ (w if w.dtype in (jnp.bfloat16, jnp.float16) else mw.declare(w, "orthogonal"))
+    return with_sum(x) @ (mw.declare(w, "orthogonal") if g.is_wide else w)
 
 
 # --- moonwalk.nn ------------------------------------------------------------------------------------
@@ -826,16 +834,13 @@ def module(g, make):
     )
 
 
-moderate = lambda x: x.dtype in (jnp.float32, jnp.float64)
-
-
-@kind(lambda x: features(x) and moderate(x), themes="walked", often=3)
+@kind(features, themes="walked", often=3, wide=True)
 def nn_linear(g, x):
     n, sort = x.shape[-1], g.choice("orthogonal", "lower", "free")
     return keep(g, x, module(g, lambda: mw.nn.Linear(n, n, sort, key=jax.random.key(0)))(x))
 
 
-@kind(lambda x: spatial(x) and moderate(x), same=False, themes=("walked", "convolutions"), often=3)
+@kind(spatial, same=False, themes=("walked", "convolutions"), often=3, wide=True)
 def nn_convolution(g, x):
     n, key = x.shape[-1], jax.random.key(0)
     if x.ndim == 3:
@@ -853,7 +858,7 @@ def nn_convolution(g, x):
     return module(g, make)(x)
 
 
-@kind(lambda x: pairs(x) and moderate(x), themes="walked", often=2)
+@kind(pairs, themes="walked", often=2, wide=True)
 def nn_activation(g, x):
     return g.choice(lambda: mw.nn.LeakyReLU(0.5), mw.nn.Abs, mw.nn.MaxMin)()(x)
 
@@ -962,7 +967,7 @@ def deep_walk(g, x):
     factor, how = g.choice(1.0, 0.5, 0.1, 2.0), g.choice("abs", "leaky", "none")
     act = {"abs": jnp.abs, "leaky": lambda x: jnp.where(x > 0, x, 0.5 * x), "none": lambda x: x}[how]
     structure = g.choice("orthogonal", "orthogonal", "diagonal")
-    say = lambda w: w if w.dtype in (jnp.bfloat16, jnp.float16) else mw.declare(w, structure)
+    say = lambda w: mw.declare(w, structure) if g.is_wide else w
     one = lambda x, w, b: (factor * act(x @ say(w)) + b).astype(x.dtype)
     if g.choice("scan", "loop") == "loop":
         for _ in range(g.choice(3, 4, 8, 16)):
@@ -1023,13 +1028,14 @@ def experts(g, x):
 def half_precision(g, x):
     """A stretch in fewer bits (in the exact twin of the network: as it is)."""
     dtype = g.choice(
-        jnp.bfloat16, jnp.bfloat16, jnp.float16, *([jnp.float32] if x.dtype == jnp.float64 else [])
+        jnp.bfloat16, jnp.bfloat16, jnp.float16, *([jnp.float32] if g.nominal == "float64" else [])
     )
     inside = g.child("inside")
-    g.root.narrow.add(np.dtype(dtype).name)
+    inside.nominal = np.dtype(dtype).name
+    g.root.narrow.add(inside.nominal)
     if g.exact:
         return chain(inside, x)
-    inside.compute = np.dtype(dtype).name
+    inside.compute = inside.nominal
     return chain(inside, x.astype(dtype)).astype(x.dtype)
 
 

@@ -70,6 +70,18 @@ class Network:
     def loss(self, *args, exact=False):
         return self._loss(exact, *args)
 
+    def places(self, exact):
+        """What each place of the network draws: its weights, in order, and their shapes."""
+        g = None
+
+        def run(weights, x, other):
+            nonlocal g
+            g = Draw(self.settings, (), weights, exact=exact, drop=self.drop)
+            self.run(g, x, other)
+
+        jax.eval_shape(run, *self.args("float64" if exact else None)[:3])
+        return g.places
+
     @functools.cached_property
     def twin(self):
         """The same function without stretches of fewer bits, for float64."""

@@ -54,7 +54,11 @@ def examine(seed, methods=None, limit=60.0, drop=frozenset(), most=None):
     now = "JAX"
     try:
         with time_limit(limit):
-            network = Network(seed, drop)
+            try:
+                network = Network(seed, drop)
+            except Exception as error:  # a kind of layer that does not take what it says it takes
+                record.outcomes.append(Outcome("zoo", "crash", f"{type(error).__name__}: {error}"[:300]))
+                return record
             record.listing = str(network)
             try:
                 ref = Reference(network)
