@@ -17,6 +17,7 @@ it lies in eight. An error that lasts is measured again at every later place (do
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -149,11 +150,11 @@ def compare(found: Array, kept: Array) -> Array:
     return compare_together([(found, kept)])
 
 
-def compare_together(pairs: Iterable[tuple[Array, Array]]) -> Array:
+def compare_together(pairs: Iterable[tuple[Array, Array]], beside: Sequence[Array] = ()) -> Array:
     """The same over the sketches of several arrays of one state.
 
     One of them may be zero (a stream that starts empty): its error is measured against the others, which
-    it is made from.
+    it is made from. If all are zero, it is measured against `beside`.
     """
     pairs = list(pairs)
     found, kept = (jnp.concatenate([p[i].reshape(-1) for p in pairs]) for i in range(2))
@@ -161,9 +162,13 @@ def compare_together(pairs: Iterable[tuple[Array, Array]]) -> Array:
     largest = jnp.max(jnp.abs(kept))
     tiny = jnp.finfo(kept.dtype).tiny
     unit = jnp.maximum(largest, tiny)
-    off = jnp.sqrt(jnp.sum(((found - kept) / unit) ** 2))
-    size = jnp.sqrt(jnp.sum((kept / unit) ** 2))
-    error = jnp.where(off > 0, off / jnp.maximum(size, tiny), 0)
+    if beside:
+        others = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(s)) for s in beside])
+        unit = jnp.where(largest > 0, unit, jnp.maximum(others.astype(unit.dtype), tiny))
+    off = jnp.sqrt(jnp.sum((jnp.abs(found - kept) / unit) ** 2))
+    size = jnp.sqrt(jnp.sum((jnp.abs(kept) / unit) ** 2))
+    size = jnp.where(largest > 0, size, 1) if beside else jnp.maximum(size, tiny)
+    error = jnp.where(off > 0, off / size, 0)
     error = jnp.where(jnp.isfinite(off), error, jnp.inf)
     return jnp.where(jnp.all(jnp.isfinite(kept)), error, jnp.nan)
 

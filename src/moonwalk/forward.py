@@ -59,7 +59,9 @@ def plan(
     rows = tuple(replace(r, bytes=0) for r in described.rows)  # nothing is kept from phase to phase
     tolerance = described.tolerance
     if method.tolerance is None:
-        tolerance = max(tolerance, planning.rounding(made.cut, parts.walk))
+        # <h, v> and dJ[v] are both computed in the dtype of the activations.
+        dtype = planning.state_dtype(made.cut)
+        tolerance = max(tolerance, planning.rounding(made.cut, parts.walk, dtype))
     described = replace(described, rows=rows, tolerance=tolerance, checked=True, jvps=parts.jvps)
     return ForwardEngine(staging, made.cut, parts, method, tolerance), described
 

@@ -356,7 +356,8 @@ class Inverted(Stretch):
         pairs = [(certificate.sketch(x[v]), s) for v, s in zip(self.starts, sketches, strict=True)]
         origins = [v for part in self.parts for v in part.origins]
         pairs += [(certificate.sketch(x[v]), certificate.sketch(fixed[v])) for v in origins]
-        return [Measured(certificate.compare_together(pairs), *self.places)]
+        error = certificate.compare_together(pairs, [certificate.sketch(a) for a in ends])
+        return [Measured(error, *self.places)]
 
 
 def runs(trunk: Trunk) -> list[int]:

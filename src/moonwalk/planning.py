@@ -418,7 +418,8 @@ def default_tolerance(dtype: Any) -> float:
 
 def state_dtype(cut: Trunk) -> Any:
     """The least precise dtype that cotangents of the trunk have."""
-    dtypes = {v.aval.dtype for n in cut.nodes for v in n.block.outputs if v.aval.size > 1}
+    states = (v for n in cut.nodes for v in (*n.block.inputs, *n.block.outputs))
+    dtypes = {v.aval.dtype for v in states if v.aval.size > 1}
     found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return max(found, key=lambda d: float(jnp.finfo(d).eps), default=jnp.dtype(jnp.float32))
 
@@ -482,10 +483,11 @@ def hold_to(tolerance: float, cut: Trunk, method: Planned, segments: Sequence[Se
     return max(tolerance, least)
 
 
-def rounding(cut: Trunk, walk: Walk) -> float:
+def rounding(cut: Trunk, walk: Walk, dtype: Any = None) -> float:
     """The relative error of a cotangent that is rounded in every block, down and up again.
 
-    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block.
+    In bfloat16, ε √(2 · blocks) is more than a tolerance of 1e-2 after one block. `dtype`: None for that
+    of the cotangents in a walk.
     """
 
     def blocks(walk: Walk) -> int:
@@ -495,7 +497,8 @@ def rounding(cut: Trunk, walk: Walk) -> float:
             if s.is_walked
         )
 
-    eps = 2.0**-10 if runs_in_tf32(cut) else float(jnp.finfo(cotangent_dtype(state_dtype(cut))).eps)
+    dtype = cotangent_dtype(state_dtype(cut)) if dtype is None else dtype
+    eps = 2.0**-10 if runs_in_tf32(cut) else float(jnp.finfo(dtype).eps)
     return eps * math.sqrt(2 * blocks(walk))
 
 

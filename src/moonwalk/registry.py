@@ -68,6 +68,11 @@ class Gain:
     reason: str = ""
 
     @property
+    def may_vanish(self) -> bool:
+        """Whether a pointwise derivative is not bounded away from zero: no anchor helps where it is."""
+        return math.isinf(self.factor) and not self.mixes
+
+    @property
     def fades(self) -> bool:
         """Whether error dies out again, some layers on."""
         return self.lasting is not None

@@ -89,8 +89,9 @@ def shifted(a: Any, by: Exponent) -> Any:
     if is_none(by):
         return a
     # 2^by itself may be out of range where the product is not: two factors, each well inside it.
-    most = int(jnp.finfo(a.dtype).maxexp) - 2
+    info = jnp.finfo(a.dtype)  # of a complex dtype, that of its parts
+    most = int(info.maxexp) - 2
     first = jnp.clip(by, -most, most)
     rest = jnp.clip(by - first, -most, most)
-    one = jnp.ones((), compat.working_dtype(a.dtype))
-    return a * jnp.ldexp(one, first).astype(a.dtype) * jnp.ldexp(one, rest).astype(a.dtype)
+    one = jnp.ones((), compat.working_dtype(info.dtype))
+    return a * jnp.ldexp(one, first).astype(info.dtype) * jnp.ldexp(one, rest).astype(info.dtype)

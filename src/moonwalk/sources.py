@@ -371,7 +371,9 @@ class _Sources:
             elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
                 self.source[i] = "vijp"
                 wanted.update(node.block.inputs)
-            elif gain.factor > self.options.limit and self.options.anchor_every is None:
+            elif gain.factor > self.options.limit and (
+                self.options.anchor_every is None or gain.may_vanish
+            ):
                 self.forced[i] = _too_large(gain)
                 self.source[i] = "anchor"
             else:
