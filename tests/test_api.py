@@ -207,7 +207,7 @@ def test_imports_point_one_way():
     import pathlib
 
     order = (
-        "errors settings files compat linearity staging declare partition facts graph registry fragments checks chain rules "
+        "errors settings files compat linearity activity staging declare partition facts graph registry fragments checks chain rules "
         "custom api trunk residuals sides twins certificate scale ledger walks bodies scans scan_walks segments methods "
         "sources inversion costs peaks planning plans phases engine checkpointing reversing seeds baselines forward gradient optimizers updates fused "
         "testing nn models data training bench cli __init__"

@@ -420,3 +420,28 @@ def test_float16_and_functions_with_types_of_their_own():
         for a, b in zip(found, jax.jit(jax.grad(loss))(*args), strict=True):
             assert a.dtype == jnp.float16
             np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
+
+
+def test_statistics_of_nothing():
+    def loss(p, x):
+        y = x + p[1]
+        y = y + y[:, :0] @ p[0]
+        return jnp.mean(y * y)
+
+    args = [jnp.zeros((0, 8)), normal(8)], normal(16, 8, seed=1)
+    for method in (mw.Moonwalk(), mw.Moonwalk(walk="always")):
+        found = jax.jit(mw.grad(loss, method=method))(*args)
+        np.testing.assert_allclose(found[1], jax.grad(loss)(*args)[1], rtol=1e-12)
+
+
+def test_arrays_among_default_arguments_of_a_coupling():
+    def loss(ws, x):
+        f, g = (lambda v, w=w: jnp.tanh(v @ w) for w in ws)
+        return jnp.sum(mw.nn.Coupling(f, g)(x) ** 2)
+
+    args = [normal(4, 4), normal(4, 4, seed=1)], normal(3, 8, seed=2)
+    for method in (mw.Moonwalk(walk="always"), mw.Moonwalk(walk="always", anchor_every=3)):
+        for a, b in zip(
+            jax.jit(mw.grad(loss, method=method))(*args), jax.grad(loss)(*args), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-10)

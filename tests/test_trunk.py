@@ -113,7 +113,7 @@ CASES = {
 }
 
 
-FORWARD = {"a weight used twice", "a tied embedding", "a state as aux"}  # a stem, and then one layer
+FORWARD = {"a weight used twice", "a tied embedding", "a graph network", "a state as aux"}
 
 
 @pytest.mark.parametrize("method", METHODS)

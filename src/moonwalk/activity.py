@@ -89,6 +89,10 @@ def _cotangents(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool
         found = [False, *(any(of) for of in zip(*branches, strict=True))]
     elif eqn.primitive in compat.CALLS:
         found = _jaxpr_cotangents(compat.called_jaxpr(eqn)[0], entering, arriving)
+    elif eqn.primitive.name == "custom_vijp_call":
+        found = (
+            entering  # its author's rules speak of the whole state, though half of a coupling passes by
+        )
     elif len(eqn.outvars) > 1 or eqn.primitive in (compat.custom_jvp_call_p, compat.custom_vjp_call_p):
         found = _cotangents_by_tracing(eqn, entering, arriving)
     else:

@@ -256,18 +256,16 @@ class Call:
         """Whether leaf k is differentiated; an error where it may not be among the arguments."""
         dtype = getattr(leaf, "dtype", None)
         dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
-        if dtype is None:
-            raise TypeError(
-                f"{self.name}: `{self._names(every=True)[k]}` is a {type(leaf).__name__}, no array, and "
-                f"has no derivative. {_SPLIT}"
-            )
-        if jnp.issubdtype(dtype, jnp.inexact):
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             if self.holomorphic and not jnp.issubdtype(dtype, jnp.complexfloating):
                 self._as_jax_would()
             return True
         whole = (jnp.integer, jnp.bool_, jax.dtypes.extended)
-        if self.holomorphic or not self.allow_int or not any(jnp.issubdtype(dtype, t) for t in whole):
-            self._as_jax_would(note=f"It is `{self._names(every=True)[k]}`. {_SPLIT}")
+        is_whole = dtype is not None and any(jnp.issubdtype(dtype, t) for t in whole)
+        if self.holomorphic or not self.allow_int or not is_whole:
+            self._as_jax_would(
+                note=f"moonwalk.{self.name}: that is `{self._names(every=True)[k]}`. {_SPLIT}"
+            )
         return False
 
     def _as_jax_would(self, note: str = "") -> None:

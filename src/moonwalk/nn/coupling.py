@@ -115,7 +115,9 @@ def _join(halves: list[Any], like: Any) -> Any:
 def _split(f: Callable[..., Any], x: Any, which: int, key: Any) -> tuple[Any, Any]:
     """The arrays of a function of one half of x, those that it closes over too, and the rest of it."""
     keyed = {} if key is None else {"key": key}
-    f = eqx.filter_closure_convert(f, jax.eval_shape(lambda x: _half(x, which), x), **keyed)
+    half = jax.eval_shape(lambda x: _half(x, which), x)
+    # In a function of its own: arrays among f's default arguments would stay in what is static.
+    f = eqx.filter_closure_convert(lambda b, **keyed: f(b, **keyed), half, **keyed)
     arrays, static = eqx.partition(f, eqx.is_array)
     return (arrays, key), static
 

@@ -66,7 +66,8 @@ class Statistics(Rule):
     name = "statistics"
 
     def matches(self, block: Block) -> bool:
-        return find_cut(block) is not None
+        cut = find_cut(block)
+        return cut is not None and all(v.aval.size for v in cut.statistics)
 
     def verdict(self, block: Block) -> Verdict:
         if _is_low_rank_update(block):

@@ -495,7 +495,9 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             first += v.aval.size
         env = dict(zip(block.inputs, numbers, strict=True))
         for v, o in zip(block.operands, operands, strict=True):
-            if o is not None:  # indices, or constants put beside the state: entries that it does not have
+            if (
+                o is not None
+            ):  # indices, or constants put beside the state: entries that it does not have
                 constant = jnp.issubdtype(o.dtype, jnp.inexact)
                 env[v] = jnp.full(o.shape, -1, numbers[0].dtype) if constant else jnp.asarray(o)
         for eqn in block.eqns:
@@ -506,7 +508,9 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
         taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])
     if (taken < 0).any():
         return Verdict(
-            False, "some entries are constants, or their indices out of bounds: nothing is selected", _KEEP
+            False,
+            "some entries are constants, or their indices out of bounds: nothing is selected",
+            _KEEP,
         )
     if np.bincount(taken, minlength=1).max(initial=0) > 1:
         twice = int(np.bincount(taken).argmax())
