@@ -47,7 +47,8 @@ LOUD = (mw.InexactError, mw.SingularError, mw.DeclarationError)
 @dataclasses.dataclass
 class Outcome:
     """`verdict`: right, wrong, inexact (within the method's tolerance, but above ten times backprop's error), loud,
-    refused, crash; or that JAX itself has no finite gradient to compare with: overflow."""
+    refused, crash; or that JAX itself has no finite gradient to compare with (overflow), or not one but two, because
+    the last bits decide a comparison in it (undecided)."""
 
     method: str
     verdict: str
@@ -184,6 +185,18 @@ class Reference:
             return self.own
         return numbers(reference(self.network.twin, self.network, self.network.args("float64"))[1])
 
+    @functools.cached_property
+    def is_settled(self):
+        """Whether JAX's own result is the same when XLA computes it: rounding may decide which way a network goes."""
+        network = self.network
+        fun = jax.value_and_grad(network.loss, network.argnums, network.settings.has_aux)
+        compiled = numbers(jax.jit(lambda *args: arrays(fun(*args)))(*self.args))
+        limit = EXACT if network.exact else 100 * network.eps
+        own = [*self.value, *self.own]
+        return all(
+            norm([d]) <= limit * norm([b]) for d, b in zip(apart(compiled, own), own, strict=True)
+        )
+
     def sensitivity(self):
         """How far JAX's own float64 gradient moves with its arguments' last bits, leaf by leaf."""
         rng = np.random.default_rng(0)
@@ -293,7 +306,12 @@ def _judged(ref, name):
         ):  # raised by a compiled program
             return "loud" if ref.is_finite else "overflow", str(error)[:600], 0.0
         return "crash", f"{type(error).__name__}: {error}"[:300] + " @ " + place(error), 0.0
-    return ref.compare(*found) if ref.is_finite else ("overflow", "", 0.0)
+    if not ref.is_finite:
+        return "overflow", "", 0.0
+    verdict, detail, error = ref.compare(*found)
+    if verdict == "wrong" and not ref.is_settled:
+        return "undecided", detail, error
+    return verdict, detail, error
 
 
 def _after_a_step(ref):

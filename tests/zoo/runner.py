@@ -16,7 +16,7 @@ from .judge import Outcome, Reference, judge, methods_for
 from .networks import Network
 
 FAILURES = ("wrong", "crash")
-REPORTED = (*FAILURES, "inexact", "loud", "timeout")
+REPORTED = (*FAILURES, "inexact", "loud", "undecided", "timeout")
 
 
 class Timeout(BaseException):
@@ -96,7 +96,17 @@ def summary(records, seconds):
     for r in records:
         for o in r.outcomes:
             table[o.method][o.verdict] += 1
-    verdicts = ["right", "wrong", "crash", "inexact", "loud", "refused", "overflow", "timeout"]
+    verdicts = [
+        "right",
+        "wrong",
+        "crash",
+        "inexact",
+        "loud",
+        "refused",
+        "overflow",
+        "undecided",
+        "timeout",
+    ]
     total = collections.Counter()
     for row in table.values():
         total.update(row)
