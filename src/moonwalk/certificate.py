@@ -136,8 +136,12 @@ def _signs(h: Array) -> Array:
 
 
 def exponent(kept: Array, size: int) -> Int[Array, ""]:
-    """The power of two that the entries of a sketched array of this size have; 0 of zeros."""
+    """The power of two that the entries of a sketched array of this size have; 0 of zeros.
+
+    The same on all devices that run `jax.shard_map`: what they sum must have one scale.
+    """
     largest = jnp.max(jnp.abs(kept)) / math.sqrt(max(1.0, size / kept.size))
+    largest = compat.largest_anywhere(largest)
     usable = jnp.isfinite(largest) & (largest > 0)
     return jnp.where(usable, jnp.frexp(jnp.where(usable, largest, 1))[1], 0).astype(jnp.int32)
 
