@@ -179,7 +179,7 @@ class Moonwalk:
 
     - `tolerance`: the relative error of a cotangent that a plan may predict before it places an anchor.
         None: 1e-11 in float64, 1e-4 in float32, 1e-2 in bfloat16 and float16. `math.inf`: no anchors for
-        accuracy's sake, and whatever has a rule may be walked.
+        accuracy's sake, and whatever has a rule may be walked; certificates are held to the default.
     - `anchor_every`: an anchor every so many layers, whatever the gains are.
     - `fragment`: how convolutions of stride one keep part of a cotangent: `moonwalk.Fragment(...)`,
         taken as it is, with a certificate. None: the largest staggered span that the tolerance allows,
@@ -190,9 +190,8 @@ class Moonwalk:
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (in TF32: little, so that it stays within 1e-2), true float32 elsewhere.
     - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
-    - `on_inexact`: what happens when a walk whose error no trace can bound (`Plan.checked`), or any walk
-        with `certify=True`, turns out worse than the tolerance: "raise", "nan" (the gradients) or
-        "ignore" (and then only `certify=True` still looks).
+    - `on_inexact`: what happens when a walk turns out worse than the tolerance, or a declared weight is
+        not what is declared: "raise", "nan" (all gradients) or "ignore".
     - `walk`: "auto", where that takes a tenth less memory than storing or recomputing; "always",
         wherever it can be done, as in the paper.
     """

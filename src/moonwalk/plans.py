@@ -64,7 +64,7 @@ class Plan:
     segments: int  # walks, and parts of scans, whose Phase I is run again (`checkpoint=`)
     predicted_gain: float
     measured: bool  # whether a walk rests on measured gains
-    checked: bool  # whether its walks are certified, asked or not
+    checked: bool  # whether it walks or inverts anything: that carries a certificate
     signature: tuple[tuple[str, str], ...]
     gains: tuple[tuple[Any, Gain], ...]
     inverted: int = 0  # blocks whose input is had again from their output
