@@ -483,8 +483,8 @@ def hold_to(tolerance: float, cut: Trunk, method: Planned, segments: Sequence[Se
 def rounding(cut: Trunk, walk: Walk, dtype: Any = None) -> float:
     """A bound of what rounding in every block, down and up again, makes of a cotangent: ε √(2 · blocks).
 
-    Walks through isometries measure a fifth of it in bfloat16 and a half in float32, at any depth. In
-    bfloat16 it is more than a tolerance of 1e-2 after one block. `dtype`: None for that of the cotangents
+    Walks through isometries measure a fifth of it in bfloat16 and half in float32, at any depth. In
+    bfloat16 it exceeds a tolerance of 1e-2 after one block. `dtype`: None for that of the cotangents
     in a walk.
     """
 
