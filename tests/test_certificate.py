@@ -171,6 +171,109 @@ def test_a_backward_pass_that_clips_sees_the_cotangent_itself():
         assert error(jax.jit(mw.grad(form(layer), method=ALWAYS))(*args), expected) <= 1e-5
 
 
+METHODS = {
+    "always": ALWAYS,
+    "anchors": mw.Moonwalk(walk="always", anchor_every=3),
+    "segments": mw.Moonwalk(walk="always", checkpoint=3),
+}
+
+
+@pytest.mark.parametrize("backward", ["sign", "clip"])
+def test_a_backward_pass_that_is_not_linear_around_a_nested_scan(backward):
+    """The inner scan may not rescale what the outer one's backward pass looks at."""
+    act = {"sign": jnp.sign, "clip": lambda h: jnp.clip(h, -0.01, 0.01)}[backward]
+    gate = jax.custom_vjp(lambda x: x)
+    gate.defvjp(lambda x: (x, None), lambda _, h: (act(h),))
+    ws = orthogonal(6, width=6, dtype=jnp.float64).reshape(3, 2, 6, 6)
+
+    def loss(ws, x):
+        inner = lambda x, w: (0.1 * jnp.abs(x @ mw.declare(w, "orthogonal")), None)
+        outer = lambda x, w: (gate(lax.scan(inner, x, w)[0]), None)
+        return 1e3 * jnp.sum(lax.scan(outer, x, ws)[0])
+
+    x = rows(width=6, dtype=jnp.float64)
+    expected = jax.jit(jax.grad(loss))(ws, x)
+    for method in METHODS.values():
+        assert error(jax.jit(mw.grad(loss, method=method))(ws, x), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize(("size", "loss_scale"), [(1e37, 1e-30), (1e-30, 1e28)])
+def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):
+    """A rescaled cotangent times a huge activation leaves the range, though the gradient does not."""
+
+    def loss(ws, x):
+        layer = lambda x, w: jnp.abs(x @ mw.declare(w, "orthogonal"))
+        if by_loop:
+            for w in ws:
+                x = layer(x, w)
+        else:
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, ws)
+        return jnp.sum(x) * jnp.asarray(loss_scale, x.dtype)
+
+    args = orthogonal(5), rows() * jnp.float32(size)
+    truth = jax.jit(jax.grad(loss))(*jax.tree.map(lambda a: a.astype(jnp.float64), args))
+    for method in METHODS.values():
+        assert error(jax.jit(mw.grad(loss, method=method))(*args), truth) <= 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "depth", "carry", "output", "place"),
+    [
+        (1.0, 20, 1e-20, 1e25, 0),
+        (0.1, 60, 1.0, 1.0, 0),
+        slow(0.1, 80, 0.0, 1.0, -1),
+        (0.1, 45, 1.0, 1e-8, 3),
+    ],
+)
+def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place, reverse, method):
+    """Cotangents that layers bring of their own, far larger or smaller than the carry's."""
+
+    def loss(ws, x):
+        def layer(x, w):
+            y = factor * jnp.abs(x @ mw.declare(w, "orthogonal"))
+            return y, y[:, 0]
+
+        y, ys = lax.scan(layer, x, ws, reverse=reverse)
+        carried, brought = (jnp.asarray(a, x.dtype) for a in (carry, output))
+        return carried * jnp.sum(y) + brought * jnp.sum(ys[-1 - place if reverse else place])
+
+    args = orthogonal(depth, width=6), rows(width=6)
+    truth = jax.jit(jax.grad(loss))(*jax.tree.map(lambda a: a.astype(jnp.float64), args))
+    theirs = error(jax.jit(jax.grad(loss))(*args), truth)
+    ours = error(jax.jit(mw.grad(loss, method=METHODS[method]))(*args), truth)
+    assert ours <= 10 * max(theirs, 1.2e-7 * math.sqrt(depth))
+
+
+@pytest.mark.parametrize("used", ["unused", "all"])
+def test_outputs_of_an_inner_scan_handed_on(used):
+    def loss(ws, x):
+        def layer(x, w):
+            y = jnp.abs(x @ mw.declare(w, "orthogonal"))
+            return y, y[:, 0]
+
+        y, ys = lax.scan(lambda x, w: lax.scan(layer, x, w), x, ws)
+        return jnp.sum(y) + (jnp.sum(ys**2) if used == "all" else 0)
+
+    args = orthogonal(6, dtype=jnp.float64).reshape(3, 2, WIDTH, WIDTH), rows(dtype=jnp.float64)
+    for method in (mw.Moonwalk(), *METHODS.values()):
+        found = jax.jit(mw.grad(loss, method=method))(*args)
+        assert error(found, jax.grad(loss)(*args)) <= 1e-11
+
+
+def test_outputs_without_entries():
+    def loss(ws, x):
+        body = lambda c, w: ((jnp.abs(c[0] @ mw.declare(w, "orthogonal")), c[1] * 2), c[1])
+        (y, z), zs = lax.scan(body, (x, jnp.zeros((0, 3), x.dtype)), ws)
+        return jnp.sum(y) + jnp.sum(z) + jnp.sum(zs)
+
+    args = orthogonal(7), rows()
+    for method in METHODS.values():
+        assert error(jax.jit(mw.grad(loss, method=method))(*args), jax.grad(loss)(*args)) <= 1e-5
+
+
 def test_branches_of_different_scales():
     """A branch that shrinks beside a skip that does not: each cotangent has its own exponent."""
 

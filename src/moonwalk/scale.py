@@ -79,6 +79,21 @@ def difference(a: Exponent, b: Exponent) -> Exponent:
     return 0 if a is b else a - b
 
 
+def sum_of(a: Exponent, b: Exponent) -> Exponent:
+    return b if is_none(a) else a if is_none(b) else a + b
+
+
+_MODERATE = 64  # binary orders of magnitude: the square of this is in the range of float32
+
+
+def split_exponent(exponent: Exponent) -> tuple[Exponent, Exponent]:
+    """(what a cotangent of the size of 1 can be multiplied with and stay well in range, the rest)."""
+    if is_none(exponent):
+        return 0, 0
+    first = jnp.clip(exponent, -_MODERATE, _MODERATE)
+    return first, exponent - first
+
+
 def is_none(exponent: Exponent) -> bool:
     """Whether nothing was rescaled, as far as a trace can see."""
     return isinstance(exponent, int) and exponent == 0

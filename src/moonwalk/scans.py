@@ -25,10 +25,10 @@ from .compat import Literal
 from .fragments import Place
 from .ledger import Gradients, Layers, Ledger, take
 from .residuals import nbytes
-from .scale import Cotangents, Exponent, is_none, shifted
+from .scale import Cotangents, Exponent, is_none, shifted, sum_of
 from .sides import DataSide, WeightSide
 from .trunk import Node
-from .walks import MOVED, BlockStep, Env, Scale, Step, Walk, as_cotangent, check_spacing, moved
+from .walks import EXPONENT, MOVED, BlockStep, Env, Scale, Step, Walk, as_cotangent, check_spacing, moved
 
 
 @dataclass(eq=False, repr=False)
@@ -55,6 +55,15 @@ class ScanStep(Step):
         ins = body.jaxpr.invars[body.counts.consts : body.counts.stacked]
         self.ins, self.h_ins = ins, [ins[j] for j in body.active]
         self.measured = self.walk.is_measured
+        if self.node.has_own_pullback:
+            self._pin()
+
+    def _pin(self) -> None:
+        """Let no scan in the body rescale anything."""
+        for step in self.walk.steps:
+            if isinstance(step, ScanStep):
+                step.pinned = True
+                step._pin()
 
     @property
     def has_difference(self) -> bool:
@@ -203,9 +212,9 @@ class ScanStep(Step):
         skip = {body.jaxpr.invars[i] for i in body.volatile}
         return {v: a for v, a in values.items() if v in skip or v in self.ins}
 
-    def _results(self, fixed: Env, x: Env) -> list[Any]:
+    def _results(self, fixed: Env, x: Env, wanted: Sequence[Any]) -> list[Any]:
         known = {**fixed, **x}
-        return [graph.read(known, v) for v in self.body.jaxpr.outvars]
+        return [graph.read(known, v) for v in wanted]
 
     def scan(self, step: Any, carry: Any, xs: Any = None, *, backward: bool = False, length: int) -> Any:
         """A loop over `length` places in the scan's order (or backward): step(carry, place, xs).
@@ -246,34 +255,50 @@ class ScanStep(Step):
             env = self._fixed(operands.consts, xs, made, first=not again)
             state = self._layer_x(operands.consts, carry, xs)
             kept = self.walk.phase_one(env, state, retain, keep=keep, again=again)
-            out = self._results(env, state)
+            out = self._results(env, state, self.body.jaxpr.outvars)
             return out[:split], (out[split:], kept)
 
         last, (ys, kept) = self.scan(step, carry, length=count)
         return last, ys, kept
 
     def backward(
-        self, operands: Operands, kept: Any, h_carry: Any, h_ys: Any, layers: Any, sums: Sums, total: Any
+        self,
+        operands: Operands,
+        kept: Any,
+        h_carry: Any,
+        h_ys: Any,
+        layers: Any,
+        sums: Sums,
+        total: Any,
+        base: Exponent = 0,
     ) -> Any:
-        """Phase II: (h at the start, its exponent, gradients so far, memo)."""
+        """Phase II: (h at the start, its exponent, gradients so far, memo).
+
+        `base`: the exponent of the cotangents that arrive at the scan.
+        """
         first, count = layers
         out_carry, out_ys = self.body.outputs
+        orders = [jax.vmap(_order)(a) for a in h_ys]
 
         def step(state: Down, i: Any) -> Any:
             i = first + i
-            env, h_layer = self.environment(operands, i), take(h_ys, i)
-            h_layer = [shifted(a, -state.exponent) for a in h_layer]
-            layer = Cotangents(zip((*out_carry, *out_ys), (*state.h, *h_layer), strict=True))
+            own = take(h_ys, i)
+            # A layer may bring cotangents of its own that are far larger than the carry's.
+            by = _needed(state.exponent, take(orders, i))
+            exponent = sum_of(state.exponent, by)
+            h = [shifted(a, -by) for a in state.h] if own else state.h
+            env = {**self.environment(operands, i), EXPONENT: base + exponent}
+            h_layer = [shifted(a, -exponent) for a in own]
+            layer = Cotangents(zip((*out_carry, *out_ys), (*h, *h_layer), strict=True))
             found = Ledger()
             memos, inner, scales = self.walk.phase_two(env, take(kept, i - first), layer, found)
             # An output of weights alone is read by no node: its cotangent is its gradient.
-            found.add(
-                {v: a for v, a in zip(out_ys, h_layer, strict=True) if v in self.body.trunk.weights}
-            )
-            total = sums.add(state.total, i, env, found.found, state.exponent)
+            weights = self.body.trunk.weights
+            found.add({v: shifted(a, base) for v, a in zip(out_ys, own, strict=True) if v in weights})
+            total = sums.add(state.total, i, env, found.found)
             grown = layer.align(self.h_ins)  # 0, unless a scan in the body rescales
-            state = Down([layer[v] for v in self.h_ins], state.exponent + grown, total)
-            return state, (memos, inner, _traced(scales, grown))
+            state = Down([layer[v] for v in self.h_ins], exponent + grown, total)
+            return state, (memos, inner, _traced(scales, grown), by)
 
         start = Down(h_carry, np.int32(0), total)
         end, memo = self._down(step, start, 0, count, self._levels(count))
@@ -331,6 +356,7 @@ class ScanStep(Step):
         sums: Sums,
         total: Any,
         worst: Any,
+        base: Exponent = 0,
     ) -> Any:
         """Phase III: (x, h at the end, gradients so far, largest errors so far, ys).
 
@@ -341,7 +367,7 @@ class ScanStep(Step):
         split = self.body.counts.carry
 
         def step(state: Up, i: Any, memo: Any) -> Any:
-            memos, inner, scales = memo
+            memos, inner, scales, by = memo
             i = first + i
             made, h_layer = take((operands.made, h_ys), i)
             xs = operands._replace(newer=(sums, state.total)).layer(i)
@@ -349,6 +375,7 @@ class ScanStep(Step):
             x = self._layer_x(operands.consts, state.x, xs)
             scales, grown = self._untraced(scales)
             exponent = state.exponent - grown
+            env[EXPONENT] = base + exponent
             layer = Cotangents(zip(self.h_ins, state.h, strict=True), dict.fromkeys(self.h_ins, grown))
             layer.update(zip(out_ys, (shifted(a, -exponent) for a in h_layer), strict=True))
             ready = [
@@ -361,12 +388,15 @@ class ScanStep(Step):
                 *(env, held, memos, inner, scales, ready, x, layer, found), whole=True
             )
             worst = self.worst.update(state.worst, [m.error for m in errors], i, first=len(out_carry))
-            total = sums.add(state.total, i, env, found.found, exponent)
-            out = self._results(env, x)
+            total = sums.add(state.total, i, env, found.found)
             for v in out_carry:
                 layer.move(v, 0)
-            ys = out[split:] if self.wants_ys else ()
-            return Up(out[:split], [layer[v] for v in out_carry], exponent, total, worst), ys
+            h = [layer[v] for v in out_carry]
+            if h_layer:
+                h, exponent = [shifted(a, by) for a in h], exponent - by
+            outvars = self.body.jaxpr.outvars
+            out = self._results(env, x, outvars if self.wants_ys else outvars[:split])
+            return Up(out[:split], h, exponent, total, worst), out[split:]
 
         state = Up(x_carry, h_carry, exponent, total, worst)
         levels = self._levels(count) if memo is not None else []
@@ -382,7 +412,7 @@ class ScanStep(Step):
         if not levels:
             if memo is None:  # there was no Phase II
                 steps = self.walk.steps
-                memo = ([s.no_memo() for s in steps], [()] * len(steps), {})
+                memo = ([s.no_memo() for s in steps], [()] * len(steps), {}, ())
             return self.scan(lambda s, i, m: step(s, first + i, m), state, memo, length=count)
         level, *inner = levels
 
@@ -420,7 +450,7 @@ class ScanStep(Step):
 
     def joined(self, main: Any, rest: Any) -> Any:
         """Outputs of periods and of the shorter last one, as those of one loop."""
-        flat = jax.tree.map(lambda a: a.reshape((-1, *a.shape[2:])), main)
+        flat = jax.tree.map(lambda a: a.reshape((a.shape[0] * a.shape[1], *a.shape[2:])), main)
         if rest is None:
             return flat
         order = (lambda a, b: [b, a]) if self.reverse else (lambda a, b: [a, b])
@@ -463,7 +493,8 @@ class ScanStep(Step):
         h_last, h_ys = self.arriving(h)
         sums = Sums(self, operands, self.inner_in_back)
         h_first, exponent, total, memo = self.backward(
-            operands, kept, h_last, h_ys, (0, self.length), sums, sums.start(scale.at)
+            *(operands, kept, h_last, h_ys, (0, self.length), sums, sums.start()),
+            sum_of(fixed.get(EXPONENT, 0), scale.at),
         )
         for v, value in self.leaving(h_first):
             h.add(v, value, scale.at + exponent)
@@ -527,7 +558,8 @@ class ScanStep(Step):
         zero = compat.varying_zero((operands[:3], carry, arriving, kept, memo, h_ys), jnp.float32)
         last, h_last, total, worst, ys = self.onward(
             *(operands, kept, memo, factors, carry, arriving, exponent, h_ys),
-            *((0, self.length), sums, sums.start(scale.at), self.worst.start(zero)),
+            *((0, self.length), sums, sums.start(), self.worst.start(zero)),
+            sum_of(fixed.get(EXPONENT, 0), scale.at),
         )
         split = body.counts.carry
         x.update(zip(self.eqn.outvars[:split], last, strict=True))
@@ -647,7 +679,21 @@ class Anchors(Level):
         return state._replace(h=h, exponent=exponent)
 
 
-_FRESH = 64  # binary orders of magnitude
+_ZERO = -(2**20)  # the order of magnitude of nothing
+
+
+def _order(h: Any) -> Any:
+    """The power of two that the entries of an array have."""
+    sketch = certificate.sketch(h)
+    return jnp.where(jnp.any(sketch != 0), certificate.exponent(sketch, h.size), _ZERO)
+
+
+def _needed(exponent: Any, orders: Sequence[Any]) -> Any:
+    """By how much an exponent must grow so that arrays of these orders of magnitude are in range."""
+    if not orders:
+        return np.int32(0)
+    largest = functools.reduce(jnp.maximum, orders)
+    return jnp.maximum(largest - exponent, 0).astype(jnp.int32)
 
 
 class Tiles(Level):
@@ -659,9 +705,6 @@ class Tiles(Level):
             return state, (sketches, np.int32(0))
         sizes = [certificate.exponent(s, a.size) for s, a in zip(sketches, state.h, strict=True)]
         by = functools.reduce(jnp.maximum, sizes)
-        if scan.body.active_ys:
-            # Layers that bring cotangents of their own bring them at the scan's own scale.
-            by = jnp.clip(state.exponent + by, -_FRESH, _FRESH) - state.exponent
         h = [shifted(a, -by) for a in state.h]
         sketches = [shifted(s, -by) for s in sketches]
         return state._replace(h=h, exponent=state.exponent + by), (sketches, by)
@@ -727,7 +770,6 @@ class Sums:
         operands are handed out, but for those in `apart`."""
         self.scan, self.operands, self.inner = scan, operands, inner
         side, body = scan.weight_side, scan.body
-        self.exponent: Exponent = 0
         self.layers: list[Layers] = []
         self.shared: dict[int, Any] = {}  # by place among the body's weights
         self.stacked: dict[int, Any] = {}  # their variables outside, by that place
@@ -749,9 +791,8 @@ class Sums:
         self.layers.append(Layers({v: a for v, a in values.items() if v in others}))
         self.layers.append(Layers(alone) if out is None else out.layers(alone))
 
-    def start(self, exponent: Exponent = 0) -> Any:
-        """What the loop carries, at its start. `exponent`: of the cotangents that arrive at the scan."""
-        self.exponent = exponent
+    def start(self) -> Any:
+        """What the loop carries, at its start."""
         zeros = {k: jnp.zeros_like(a) for k, a in self.shared.items()}
         return zeros, [layers.start() for layers in self.layers]
 
@@ -766,11 +807,10 @@ class Sums:
             for v, a in zip(variables, xs, strict=True)
         ]
 
-    def add(self, carried: Any, i: Any, env: Env, found: Gradients, exponent: Exponent = 0) -> Any:
-        """Take the gradients that layer i has found, with their exponent relative to the scan's."""
+    def add(self, carried: Any, i: Any, env: Env, found: Gradients) -> Any:
+        """Take the gradients that layer i has found."""
         if not self.inner:
             return carried
-        found = {v: shifted(g, self.exponent + exponent) for v, g in found.items()}
         shared, stacked = carried
         side = self.scan.weight_side
         if self.operands.made is not None:

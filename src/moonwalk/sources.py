@@ -516,8 +516,11 @@ class _Sources:
                 step = self.scan_steps[i]
                 assert isinstance(step, ScanStep)
                 step.source = "none" if self.source[i] == "none" else "vijp"
+                # In a body, its results may be what the outer loop hands on.
+                also = self.cut.results if self.place[0] else frozenset()
                 step.wants_ys = any(
-                    v in read or v in self.reader for v in step.eqn.outvars[step.body.counts.carry :]
+                    v in read or v in self.reader or v in also
+                    for v in step.eqn.outvars[step.body.counts.carry :]
                 )
                 result.append(step)
             else:

@@ -27,12 +27,14 @@ from .graph import Block
 from .ledger import Gradients, Ledger
 from .registry import Gain
 from .residuals import Residual, nbytes
-from .scale import Cotangents, Exponent, difference, largest, shifted
+from .scale import Cotangents, Exponent, difference, largest, shifted, split_exponent, sum_of
 from .trunk import Node, Trunk
 
 Env = dict[Any, Any]
 
-MOVED = "moved"  # in an environment of a scan's layer: how far the layers before it have moved grids
+# In an environment of a scan's layer:
+MOVED = "moved"  # how far the layers before it have moved grids
+EXPONENT = "exponent"  # what exponents in it are relative to
 WALKED = ("vijp", "fragment")  # sources that take the inputs' cotangents
 
 
@@ -132,10 +134,14 @@ class Step:
         """What `keep` would have kept, where there was no Phase I; `x` is left as it is."""
         return self.keep(fixed, dict(x))
 
+    # In the body of a scan with a pullback that need not be linear, where exponents are relative to the
+    # scan's and that pullback must see the cotangent itself.
+    pinned = False
+
     @property
     def rescales(self) -> bool:
         """Whether its pullback is linear, so that cotangents may be multiplied by powers of two."""
-        return not self.node.has_own_pullback
+        return not (self.pinned or self.node.has_own_pullback)
 
     def back(self, fixed: Env, kept: Any, h: Cotangents, scale: Scale, out: Ledger) -> Any:
         """Phase II: from the outputs' cotangents to the inputs'; returns what it keeps (its memo)."""
@@ -432,9 +438,14 @@ class BlockStep(Step):
             return out[: len(block.outputs)], out[len(block.outputs) :]
 
         y, pullback, exports = jax.vjp(run, *(values[twin.operands[i]] for i in at), has_aux=True)
-        arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True))
+        # A product with huge or tiny activations may leave the range, though the gradient does not: most
+        # of the exponent goes to the cotangent, as in backpropagation.
+        before, after = split_exponent(sum_of(fixed.get(EXPONENT, 0), exponent))
+        arriving = tuple(
+            shifted(a, before).astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True)
+        )
         found = {
-            v: shifted(g, exponent).astype(v.aval.dtype)
+            v: shifted(g, after).astype(v.aval.dtype)
             for v, g in zip(weights, pullback(arriving), strict=True)
         }
         out = (*y, *exports)
