@@ -225,7 +225,9 @@ class Findings(NamedTuple):
             return cls.none(places)
         errors = jnp.stack([jnp.asarray(m.error, jnp.float32) for m in measured])
         layers = jnp.stack([jnp.asarray(m.layer, jnp.int32) for m in measured])
-        return cls(compat.largest_anywhere(errors), compat.largest_anywhere(layers))
+        worst = compat.largest_anywhere(errors)
+        here = jnp.isnan(errors) | (errors == worst)
+        return cls(worst, compat.largest_anywhere(jnp.where(here, layers, -1)))
 
     @classmethod
     def none(cls, places: Sequence[Place]) -> Findings:

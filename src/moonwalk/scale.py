@@ -103,6 +103,8 @@ def shifted(a: Any, by: Exponent) -> Any:
     """a · 2^by, exactly wherever that is in range."""
     if is_none(by):
         return a
+    if a.dtype == jnp.float16:  # two factors would not reach from one end of its range to the other
+        return shifted(a.astype(jnp.float32), by).astype(a.dtype)
     # 2^by itself may be out of range where the product is not: two factors, each well inside it.
     info = jnp.finfo(a.dtype)  # of a complex dtype, that of its parts
     most = int(info.maxexp) - 2

@@ -761,16 +761,19 @@ class Walk:
         return [Scale((0,) * len(s.block.outputs), 0) for s in self.steps]
 
     def _sketched(self, step: Step, h: Cotangents) -> tuple[Any, ...]:
-        """Sketches of the outputs' cotangents, which are rescaled to the size of 1.
+        """Sketches of the outputs' cotangents, all with the exponent that the step works with.
 
-        The layers of a scan have exponents in common, which the scan itself knows.
+        Where it may, a walk rescales the cotangents to the size of 1 here. The layers of a scan have
+        exponents in common, which the scan itself knows.
         """
         outputs = step.block.outputs
-        found = [certificate.sketch(h[v]) for v in outputs]
-        if not step.rescales or self.is_body:
-            return tuple(found)
-        pairs = list(zip(outputs, found, strict=True))
-        common = largest(h.exponent(v) + certificate.exponent(s, h[v].size) for v, s in pairs)
+        pairs = [(v, certificate.sketch(h[v])) for v in outputs]
+        if not step.rescales:
+            common: Exponent = 0
+        elif self.is_body:
+            common = largest(h.exponent(v) for v in outputs)
+        else:
+            common = largest(h.exponent(v) + certificate.exponent(s, h[v].size) for v, s in pairs)
         sketches = tuple(shifted(s, difference(h.exponent(v), common)) for v, s in pairs)
         for v in outputs:
             h.move(v, common)
