@@ -101,8 +101,8 @@ def dense_memory(rows: int, layers: int = 64) -> dict[str, Any]:
         k: temp(jax.value_and_grad(functools.partial(segmented, every=k)), *args)
         for k in (1, 2, 4, 8, 16, 32)
     }
-    few = dense_types(16, rows)
-    many = dense_types(48, rows)
+    few = dense_types(32, rows)  # loops of tiles in either
+    many = dense_types(64, rows)
     with_maxmin = functools.partial(scanned, activation=maxmin)
     slope = [temp(mw.value_and_grad(with_maxmin), *a) for a in (few, many)]
     plans = [mw.plan(scanned, *dense_types(n, rows)) for n in (layers, 2 * layers)]

@@ -1,5 +1,6 @@
 """Right or loud: cotangents keep their scale, certificates see every entry, errors say where and how much."""
 
+import dataclasses
 import math
 
 import hypothesis
@@ -243,14 +244,16 @@ def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place,
     args = orthogonal(depth, width=6), rows(width=6)
     truth = jax.jit(jax.grad(loss))(*jax.tree.map(lambda a: a.astype(jnp.float64), args))
     theirs = error(jax.jit(jax.grad(loss))(*args), truth)
-    try:
-        gradient = jax.block_until_ready(jax.jit(mw.grad(loss, method=METHODS[method]))(*args))
-    except Exception as raised:
-        # Of a sum, a walk cannot tell apart what is lost in the other summand: then it must say so.
-        assert "certificate exceeds the tolerance" in str(raised)
-        assert (factor, output / max(carry, 1e-30)) != (0.1, 1e-8)
+    run = jax.jit(mw.grad(loss, method=METHODS[method]))
+    bound = 10 * max(theirs, 1.2e-7 * math.sqrt(depth))
+    # Of a sum, a walk cannot recover what is lost in the other summand: then it must say so.
+    drowned = output / max(carry, 1e-30) >= 1 and place == 0
+    if drowned:
+        quiet = dataclasses.replace(METHODS[method], on_inexact="nan")
+        gradient = jax.jit(mw.grad(loss, method=quiet))(*args)
+        assert bool(jnp.all(jnp.isnan(gradient))) or error(gradient, truth) <= bound
     else:
-        assert error(gradient, truth) <= 10 * max(theirs, 1.2e-7 * math.sqrt(depth))
+        assert error(run(*args), truth) <= bound
 
 
 @pytest.mark.parametrize("used", ["unused", "all"])
@@ -288,7 +291,7 @@ def test_a_backward_pass_of_ones_own_is_compared_at_its_own_scale():
     def loss(ws, x):
         for i, w in enumerate(ws):
             x = jnp.abs(x @ mw.declare(w, "orthogonal"))
-            x = gate(x) if i in (1, 18) else 0.1 * x
+            x = gate(x) if i in (1, 18) else 0.5 * x
         return jnp.mean(x**2)
 
     args = list(orthogonal(20)), rows()

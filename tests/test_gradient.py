@@ -635,7 +635,7 @@ def test_what_the_user_checkpoints_is_not_stored():
 @pytest.mark.parametrize(
     ("activation", "method", "depths"),
     [
-        (max_min, mw.Moonwalk(), (8, 64)),
+        (max_min, mw.Moonwalk(), (32, 64)),  # more than one tile in either
         (leaky, mw.Moonwalk(anchor_every=8), (16, 64)),  # more than one period in either
         (jnp.tanh, mw.Moonwalk(), (8, 64)),
     ],

@@ -101,7 +101,7 @@ def test_peaks_are_predicted_where_much_is_kept(loss, loop, layers):
 
 
 def test_bytes_per_layer_that_is_added_to_a_loop_are_predicted():
-    few, many = (bench.dense_types(n, ROWS, loop=True) for n in (16, 32))
+    few, many = (bench.dense_types(n, ROWS, loop=True) for n in (32, 48))
     found = [bench.temp(mw.value_and_grad(bench.looped), *types) for types in (few, many)]
     plans = [mw.plan(bench.looped, *types).peak_bytes / bench.MIB for types in (few, many)]
     assert abs((plans[1] - plans[0]) / (found[1] - found[0]) - 1) <= 0.05

@@ -737,23 +737,22 @@ class Walk:
         scales = self.unscaled()
         sampled = self.sampled
         waiting: list[int] = []
-        drawn: list[int] = []
         for i in reversed(range(len(self.steps))):
             step = self.steps[i]
             with jax.named_scope(_name(step)):
                 before = tuple(h.exponent(v) for v in step.block.outputs)
                 if sampled[i]:
                     sketches[i] = self._sketched(step, h)
-                    drawn.append(i)
+                    # At once: a sketch that is put off keeps the cotangent as it was before.
+                    hold((h, list(step.block.outputs)), (sketches, [i]))
                 scales[i] = scale = Scale(before, self._common_exponent(step, h))
                 memos[i] = step.back(fixed, kept[i], h, scale, out)
             if step.source == "fragment":
                 waiting.append(i)
             if step.node.is_heavy or step.node.is_fork:
-                # A fragment that is cut out late would keep the whole cotangent till then; so would a
-                # sketch.
-                hold((h, [v for v in step.block.inputs if v in h]), (memos, waiting), (sketches, drawn))
-                waiting, drawn = [], []
+                # A fragment that is cut out late would keep the whole cotangent till then.
+                hold((h, [v for v in step.block.inputs if v in h]), (memos, waiting))
+                waiting = []
         return memos, sketches, scales
 
     def unscaled(self) -> list[Scale]:
