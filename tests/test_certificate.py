@@ -244,16 +244,15 @@ def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place,
     args = orthogonal(depth, width=6), rows(width=6)
     truth = jax.jit(jax.grad(loss))(*jax.tree.map(lambda a: a.astype(jnp.float64), args))
     theirs = error(jax.jit(jax.grad(loss))(*args), truth)
-    run = jax.jit(mw.grad(loss, method=METHODS[method]))
     bound = 10 * max(theirs, 1.2e-7 * math.sqrt(depth))
     # Of a sum, a walk cannot recover what is lost in the other summand: then it must say so.
-    drowned = output / max(carry, 1e-30) >= 1 and place == 0
-    if drowned:
+    if place != -1:
         quiet = dataclasses.replace(METHODS[method], on_inexact="nan")
         gradient = jax.jit(mw.grad(loss, method=quiet))(*args)
         assert bool(jnp.all(jnp.isnan(gradient))) or error(gradient, truth) <= bound
     else:
-        assert error(run(*args), truth) <= bound
+        gradient = jax.jit(mw.grad(loss, method=METHODS[method]))(*args)
+        assert error(gradient, truth) <= bound
 
 
 @pytest.mark.parametrize("used", ["unused", "all"])

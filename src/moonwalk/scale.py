@@ -83,15 +83,16 @@ def sum_of(a: Exponent, b: Exponent) -> Exponent:
     return b if is_none(a) else a if is_none(b) else a + b
 
 
-_MODERATE = 64  # binary orders of magnitude: the square of this is in the range of float32
+MODERATE = 16  # binary orders of magnitude
 
 
-def split_exponent(exponent: Exponent) -> tuple[Exponent, Exponent]:
-    """(what a cotangent of the size of 1 can be multiplied with and stay well in range, the rest)."""
-    if is_none(exponent):
-        return 0, 0
-    first = jnp.clip(exponent, -_MODERATE, _MODERATE)
-    return first, exponent - first
+def exponent_for(order: Any) -> Any:
+    """The exponent of a cotangent whose entries are about 2^order: 0 as long as that is moderate.
+
+    So a product with huge or tiny activations is about as large as in backpropagation, and there is room
+    for the layers until the next rescaling.
+    """
+    return order - jnp.clip(order, -MODERATE, MODERATE)
 
 
 def is_none(exponent: Exponent) -> bool:

@@ -25,7 +25,7 @@ from .compat import Literal
 from .fragments import Place
 from .ledger import Gradients, Layers, Ledger, take
 from .residuals import nbytes
-from .scale import Cotangents, Exponent, is_none, shifted, sum_of
+from .scale import Cotangents, Exponent, exponent_for, is_none, shifted, sum_of
 from .sides import DataSide, WeightSide
 from .trunk import Node
 from .walks import EXPONENT, MOVED, BlockStep, Env, Scale, Step, Walk, as_cotangent, check_spacing, moved
@@ -693,18 +693,19 @@ def _needed(exponent: Any, orders: Sequence[Any]) -> Any:
     if not orders:
         return np.int32(0)
     largest = functools.reduce(jnp.maximum, orders)
-    return jnp.maximum(largest - exponent, 0).astype(jnp.int32)
+    return jnp.maximum(exponent_for(largest) - exponent, 0).astype(jnp.int32)
 
 
 class Tiles(Level):
-    """At the end of every piece, the cotangent is sketched and rescaled to the size of 1."""
+    """At the end of every piece, the cotangent is sketched and rescaled to a moderate size."""
 
     def down_from_end(self, scan: ScanStep, state: Down) -> tuple[Down, Any]:
         sketches = [certificate.sketch(a) for a in state.h]
         if not scan.rescales:
             return state, (sketches, np.int32(0))
         sizes = [certificate.exponent(s, a.size) for s, a in zip(sketches, state.h, strict=True)]
-        by = functools.reduce(jnp.maximum, sizes)
+        order = state.exponent + functools.reduce(jnp.maximum, sizes)
+        by = exponent_for(order) - state.exponent
         h = [shifted(a, -by) for a in state.h]
         sketches = [shifted(s, -by) for s in sketches]
         return state._replace(h=h, exponent=state.exponent + by), (sketches, by)

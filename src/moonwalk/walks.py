@@ -27,7 +27,7 @@ from .graph import Block
 from .ledger import Gradients, Ledger
 from .registry import Gain
 from .residuals import Residual, nbytes
-from .scale import Cotangents, Exponent, difference, largest, shifted, split_exponent, sum_of
+from .scale import Cotangents, Exponent, difference, exponent_for, largest, shifted, sum_of
 from .trunk import Node, Trunk
 
 Env = dict[Any, Any]
@@ -438,14 +438,10 @@ class BlockStep(Step):
             return out[: len(block.outputs)], out[len(block.outputs) :]
 
         y, pullback, exports = jax.vjp(run, *(values[twin.operands[i]] for i in at), has_aux=True)
-        # A product with huge or tiny activations may leave the range, though the gradient does not: most
-        # of the exponent goes to the cotangent, as in backpropagation.
-        before, after = split_exponent(sum_of(fixed.get(EXPONENT, 0), exponent))
-        arriving = tuple(
-            shifted(a, before).astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True)
-        )
+        exponent = sum_of(fixed.get(EXPONENT, 0), exponent)
+        arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True))
         found = {
-            v: shifted(g, after).astype(v.aval.dtype)
+            v: shifted(g, exponent).astype(v.aval.dtype)
             for v, g in zip(weights, pullback(arriving), strict=True)
         }
         out = (*y, *exports)
@@ -762,7 +758,7 @@ class Walk:
     def _sketched(self, step: Step, h: Cotangents) -> tuple[Any, ...]:
         """Sketches of the outputs' cotangents, all with the exponent that the step works with.
 
-        Where it may, a walk rescales the cotangents to the size of 1 here. The layers of a scan have
+        Where it may, a walk rescales cotangents here to a moderate size. The layers of a scan have
         exponents in common, which the scan itself knows.
         """
         outputs = step.block.outputs
@@ -772,7 +768,8 @@ class Walk:
         elif self.is_body:
             common = largest(h.exponent(v) for v in outputs)
         else:
-            common = largest(h.exponent(v) + certificate.exponent(s, h[v].size) for v, s in pairs)
+            orders = [h.exponent(v) + certificate.exponent(s, h[v].size) for v, s in pairs]
+            common = largest(map(exponent_for, orders))
         sketches = tuple(shifted(s, difference(h.exponent(v), common)) for v, s in pairs)
         for v in outputs:
             h.move(v, common)
