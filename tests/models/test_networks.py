@@ -199,7 +199,8 @@ def test_a_thousand_isometric_layers():
     plan = planned(model, (16, 40, 1))
     assert {r.mode for r in plan.rows if r.times == 1000} == {"walk"}
     assert plan.predicted_gain == 1
-    assert plan.peak_bytes <= min(plan.backprop_bytes / 50, plan.checkpoint_bytes / 2)
+    # Of MaxMin by one comparison, backpropagation keeps a mask, too, and no longer two states.
+    assert plan.peak_bytes <= min(plan.backprop_bytes / 25, plan.checkpoint_bytes / 1.8, 420_000)
 
 
 @pytest.mark.slow
