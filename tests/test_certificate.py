@@ -198,6 +198,26 @@ def test_a_backward_pass_that_is_not_linear_around_a_nested_scan(backward):
         assert error(jax.jit(mw.grad(loss, method=method))(ws, x), expected) <= 1e-12
 
 
+def test_a_backward_pass_that_clips_beside_large_outputs():
+    """Outputs of layers with huge cotangents do not rescale what a clipping backward pass sees."""
+    gate = jax.custom_vjp(lambda x: x)
+    gate.defvjp(lambda x: (x, None), lambda _, h: (jnp.clip(h, -1.0, 1.0),))
+
+    def loss(ws, x):
+        def layer(x, w):
+            y = gate(jnp.abs(x @ mw.declare(w, "orthogonal")))
+            return y, y[:, 0]
+
+        y, ys = lax.scan(layer, x, ws)
+        return jnp.sum(y) + 1e9 * jnp.sum(ys)
+
+    args = orthogonal(6, dtype=jnp.float64), rows(dtype=jnp.float64)
+    for method in METHODS.values():
+        quiet = dataclasses.replace(method, on_inexact="ignore")
+        found = jax.jit(mw.grad(loss, method=quiet))(*args)
+        assert error(found, jax.grad(loss)(*args)) <= 1e-5
+
+
 @pytest.mark.parametrize("by_loop", [False, True])
 @pytest.mark.parametrize(("size", "loss_scale"), [(1e37, 1e-30), (1e-30, 1e28)])
 def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):

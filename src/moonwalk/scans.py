@@ -278,7 +278,7 @@ class ScanStep(Step):
         """
         first, count = layers
         out_carry, out_ys = self.body.outputs
-        orders = [jax.vmap(_order)(a) for a in h_ys]
+        orders = [jax.vmap(_order)(a) for a in h_ys] if self.rescales else []
 
         def step(state: Down, i: Any) -> Any:
             i = first + i
