@@ -2,6 +2,8 @@
 #
 #   make PYTHON=/path/to/python3 ...    another interpreter than the newest one found
 #   make test ARGS="-x -k name"         further pytest options
+#   make test-all SHARD=3/8             the third of eight parts
+#
 # The newest Python for which the locks have packages: newer Pythons get newer releases of JAX, and from
 # 0.11 on JAX keeps on a CPU, too, the barriers that plans rest on.
 ifndef PYTHON
@@ -9,6 +11,7 @@ PYTHON := $(or $(shell requirements/find-python.sh 3.11 3.14),python3)
 endif
 WORKERS ?= 2
 ARGS ?=
+SHARD ?= 1/1
 
 BIN := .venv/bin
 LATEST := .venv-latest/bin
@@ -20,7 +23,7 @@ LOCK := requirements/$(if $(filter 3.11,$(PYVERSION)),py311,py312).lock
 # The version is in the name, so that another interpreter makes the environment anew.
 STAMP := .venv/.installed-$(PYVERSION)
 
-.PHONY: help venv test test-all test-latest fuzz lint format lock demo bench bench-engine bench-variants bench-fragments bench-isometric bench-reversible fig4 clean
+.PHONY: help venv test test-all test-latest fuzz golden lint format lock demo bench fig4 clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -43,14 +46,16 @@ $(STAMP): pyproject.toml $(LOCK)
 test: venv ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
-test-all: venv ## Run all the tests
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+test-all: venv ## Run all the tests, or a part of them: SHARD=3/8
+	$(BIN)/python -m pytest -n $(WORKERS) --shard=$(SHARD) $(ARGS)
 
 SEEDS ?= 0:1000
-SHARD ?= 1/1
 fuzz: venv ## Compare every method with JAX on random networks; SEEDS=0:10000 SHARD=1/8
 	@mkdir -p build
 	PYTHONPATH=tests $(BIN)/python -m zoo --seeds $(SEEDS) --shard $(SHARD) --out build/zoo-$(subst /,-,$(SHARD)).json $(ARGS)
+
+golden: venv ## Compare plans, programs and memory with tests/golden.json; WRITE=1 takes what there is
+	PYTHONPATH=tests $(BIN)/python tests/golden.py $(if $(WRITE),--write) $(ARGS)
 
 test-latest: ## Run the tests with the newest releases, unlocked, on Python 3.12 or newer
 	@python=$$(requirements/find-python.sh 3.12 3.99) || { \
@@ -78,37 +83,16 @@ lock: ## Resolve the dependencies anew and rewrite the locks (needs Python 3.11 
 demo: venv ## Train a network on MNIST-1D by backpropagation and by Moonwalk
 	$(BIN)/python examples/demo.py
 
-bench: venv ## Measure every method side by side, into build/bench; ARGS="--all --quick" for little
+bench: venv ## Measure every method side by side, into build/bench; ARGS="engine", ARGS="--all --quick"
 	$(BIN)/moonwalk bench $(or $(ARGS),--all) --out build/bench
-
-bench-engine: venv ## Measure the engine beside backpropagation and checkpointing
-	@mkdir -p build
-	$(BIN)/python results/engine.py --out build/engine.json
-
-bench-variants: venv ## Measure checkpoint=, PureForward and fused_update
-	@mkdir -p build
-	$(BIN)/python results/variants.py --out build/variants.json
-
-bench-fragments: venv ## Measure fragments of cotangents on the paper's 1D network
-	@mkdir -p build
-	$(BIN)/python results/fragments.py --out build/fragments.json
-
-bench-isometric: venv ## Train isometric networks of 100 and 1,000 layers on MNIST-1D
-	@mkdir -p build
-	$(BIN)/python results/isometric.py --out build/isometric.json
-
-bench-reversible: venv ## Measure a reversible transformer, inverted
-	@mkdir -p build
-	$(BIN)/python results/reversible.py --out build/reversible.json
 
 # DATA: a folder with the files of Fashion-MNIST, or another data set's (NAME=cifar10).
 NAME ?= fashion-mnist
 fig4: venv ## Train the paper's Fig. 4 with DATA=folder, and draw it
 	@test -n "$(DATA)" || { echo "Name the folder of the data: make fig4 DATA=... [NAME=cifar10]" >&2; exit 1; }
 	@mkdir -p build
-	@test -f build/$(NAME).npz || $(BIN)/python -m moonwalk.data $(NAME) $(DATA) build/$(NAME).npz
-	$(BIN)/python results/fig4.py --data build/$(NAME).npz --out build/fig4-$(NAME).json $(ARGS)
-	$(BIN)/python results/fig4.py --plot build/fig4-$(NAME).png build/fig4-$(NAME).json
+	@test -f build/$(NAME).npz || $(BIN)/python -m moonwalk.lab.data $(NAME) $(DATA) build/$(NAME).npz
+	$(BIN)/moonwalk bench fig4 --data build/$(NAME).npz --out build/fig4-$(NAME) $(ARGS)
 
 clean: ## Remove the environments, caches and builds
 	rm -rf .venv .venv-latest .pytest_cache .hypothesis .ruff_cache build dist

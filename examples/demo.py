@@ -28,7 +28,7 @@ from rich.table import Table
 
 import moonwalk as mw
 from moonwalk import data, nn, training
-from moonwalk.training import Record, stepping
+from moonwalk.lab.training import Record, stepping
 
 METHODS = ("backprop", "moonwalk")
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: float64, fast compilation, eight CPU devices, a fixed Hypothesis profile."""
+"""Shared by all tests: float64, fast compilation, eight CPU devices, a fixed Hypothesis profile, shards."""
 
 import gc
 import os
@@ -13,6 +13,13 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for `test_devices.py`; the 
 import hypothesis
 import jax
 import pytest
+from shards import (  # noqa: F401  (pytest finds its hooks here)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 
 hypothesis.settings.register_profile(
     "ci",

@@ -1,41 +1,69 @@
-"""A loss differentiated by one walk over everything, whether or not storing or recomputing keeps less."""
+"""Plans that are written, not searched for: one walk over everything, or equal pieces of given kinds."""
+
+import dataclasses
+import itertools
 
 import jax
 import numpy as np
 
-from moonwalk import certificate, engine, gradient, sources
+import moonwalk as mw
+from moonwalk import gradient
+from moonwalk.network import loss as losses
+from moonwalk.planning import cotangents
+from moonwalk.planning import moonwalk as policy
+from moonwalk.planning.search import Choice
+from moonwalk.segments.store import RecomputeExecutor, StoreExecutor
+
+
+def planned(loss, method, *args, kinds=("walk",), gains=(), values=None, **options):
+    """(a plan of equal pieces of these kinds, what runs them, the gains that it rests on).
+
+    Kinds: "walk", "rewalk" (a walk whose Phase I is run again), "store", "recompute". `values`: the
+    arguments, where gains are to be measured. `options`: of `mw.grad`.
+    """
+    options = {"argnums": 0, "has_aux": False, **options}
+    call = gradient.Call("walked", loss, options["argnums"], options["has_aux"], args, {})
+    staged = call.stage(())
+    network = losses.cut(staged)
+    if values is not None:
+        flat = (*call.leaves, *call.others, *staged.staged.consts)
+        values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
+    made = policy.draft(network, method, gains=gains, values=values)
+    envs = None if made.book.values is None else [made.book.values]
+    ends = [len(network.nodes) * i // len(kinds) for i in range(len(kinds) + 1)]
+    pieces = []
+    for kind, (start, stop) in zip(kinds, itertools.pairwise(ends), strict=True):
+        if start == stop:
+            continue
+        if kind in ("walk", "rewalk"):
+            walk, _ = cotangents.plan_walk(network, start, stop, made.options, book=made.book, envs=envs)
+            walk.recomputed = kind == "rewalk"
+            pieces.append(walk)
+        else:
+            pieces.append(
+                {"store": StoreExecutor, "recompute": RecomputeExecutor}[kind](network, start, stop)
+            )
+    plan = made.describe(Choice(pieces, 0, 0), method, call.signature())
+    return plan, pieces, tuple(made.book.recorded.items())
+
+
+def whole_walk(loss, method, *args, **options):
+    """(a plan of one walk, the walk, the gains that it rests on)."""
+    plan, (walk,), gains = planned(loss, method, *args, **options)
+    return plan, walk, gains
 
 
 def walked(loss, method, *args, gains=()):
     """(gradients of the first argument, certificate, the walk)."""
-    call, staged, flat = _staged(loss, args)
-    made = engine.draft(staged, method, gains=gains)
-    whole, walk = _whole_walk(staged, made)
-    _, gradients, found = whole(*flat)
-    found = certificate.summary(found, whole.places)
-    return jax.tree.unflatten(call.tree, gradients)[0], found, walk
-
-
-def _whole_walk(staged, made):
-    envs = None if made.book.values is None else [made.book.values]
-    cut = made.cut
-    walk, _ = sources.plan_walk(cut, 0, len(cut.nodes), made.options, book=made.book, envs=envs)
-    return engine.Engine(staged, cut, [walk]), walk
-
-
-def _staged(loss, args):
-    call = gradient.Call("walked", loss, 0, False, args, {})
-    staged = call.stage(())
-    return call, staged, (*call.leaves, *call.others, *staged.staged.consts)
+    plan, walk, _ = whole_walk(loss, method, *args, gains=gains)
+    plan = dataclasses.replace(plan, method=dataclasses.replace(method, on_inexact="ignore"))
+    gradients, found = mw.grad(loss, method=plan, certify=True)(*args)
+    return gradients, found, walk
 
 
 def measured(loss, method, *args):
     """Gains measured on the arguments, as a plan carries them."""
-    _, staged, flat = _staged(loss, args)
-    values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
-    made = engine.draft(staged, method, values=values)
-    _whole_walk(staged, made)
-    return tuple(made.book.recorded.items())
+    return whole_walk(loss, method, *args, values=args)[2]
 
 
 def under_jit(loss, method, *args, gains=()):

@@ -199,27 +199,3 @@ def test_public_names_are_documented():
         for name in dir(module):
             if not name.startswith("_") and callable(getattr(module, name)):
                 assert getattr(module, name).__doc__, name
-
-
-def test_imports_point_one_way():
-    """One line from errors and compat over the operator to the engine, along the way that the data takes."""
-    import ast
-    import pathlib
-
-    order = (
-        "errors settings files compat linearity activity staging declare partition facts graph registry fragments checks chain rules "
-        "custom api trunk residuals sides twins certificate scale ledger walks bodies scans scan_walks segments methods "
-        "sources inversion costs peaks planning plans phases engine checkpointing reversing seeds baselines forward gradient optimizers updates fused "
-        "testing nn models data training bench cli __init__"
-    ).split()
-    root = pathlib.Path(mw.__file__).parent
-    for path in root.rglob("*.py"):
-        inside = path.relative_to(root).parts[:-1]
-        rank = order.index(inside[0] if inside else path.stem)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            local = node.level <= len(inside)
-            names = [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
-            for name in () if local else names:
-                assert order.index(name) < rank or name == "rules", f"{path.name} imports {name}"

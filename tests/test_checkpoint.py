@@ -1,6 +1,5 @@
 """`Moonwalk(checkpoint=...)`: walks in segments whose Phase I is run again."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -8,17 +7,16 @@ import re
 
 import jax
 import jax.numpy as jnp
+import memory
 import numpy as np
 import pytest
 from jax import lax
 from networks import KEY, NETWORKS, leaky, square, turn
 from test_engine import EXACT, arrays, compare, error, reference, some, under_jit
 from test_gradient import Counter
-from test_memory import bench
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import planning
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -76,7 +74,7 @@ def planned(case):
 def test_gradient_under_jit(case):
     """The plan that is used was made from types alone."""
     n, plan = NETWORKS[CASES[case][0]], planned(case)
-    assert plan.segments or case not in UNDER_JIT
+    assert plan.rerun or case not in UNDER_JIT
     fun = mw.value_and_grad(n.loss, method=plan, **n.options)
     compare(under_jit(fun, *n.args, **n.kwargs), reference(n.name))
 
@@ -108,34 +106,16 @@ def looped(ws, x):
     return square(x)
 
 
-@contextlib.contextmanager
-def all_walked():
-    """Instead of the planner's own choice: everything is walked, in the segments that are asked for."""
-    own = planning.choose_segments
-
-    def choose(cut, options, costs, book, *, walks=True):
-        if not walks:
-            dear = own(cut, options, costs, book, walks=False)
-            dear.peak = 1 << 60
-            return dear
-        walk, _ = planning.plan_walk(cut, 0, len(cut.nodes), options, book=book)
-        whole = [planning.Piece("walk", 0, len(cut.nodes))]
-        pieces = planning._cut_walks(walk.steps, whole, options.checkpoint)
-        return planning._realise(cut, pieces, costs, options, book)
-
-    planning.choose_segments = choose
-    try:
-        yield
-    finally:
-        planning.choose_segments = own
+def walking(**options):
+    """Everything is walked, whatever it costs, in the segments that are asked for."""
+    return mw.Moonwalk(walk="always", **options)
 
 
 def check(loss, *args, method, certify=False, **options):
     """Everything walked, under jit; returns the plan and the certificate."""
-    with all_walked():
-        plan = mw.plan(loss, *types(args), method=method, **options)
-        fun = mw.value_and_grad(loss, method=method, certify=certify, **options)
-        found = jax.jit(fun)(*args)
+    plan = mw.plan(loss, *types(args), method=method, **options)
+    fun = mw.value_and_grad(loss, method=method, certify=certify, **options)
+    found = jax.jit(fun)(*args)
     expected = jax.jit(jax.value_and_grad(loss, **options))(*args)
     compare(arrays(found[:2]), arrays(expected))
     return plan, found[2] if certify else None
@@ -175,7 +155,7 @@ BUSY = {
     ],
 )
 def test_lengths_that_segments_do_not_divide(checkpoint, anchor_every, text, reverse):
-    method = mw.Moonwalk(checkpoint=checkpoint, anchor_every=anchor_every)
+    method = walking(checkpoint=checkpoint, anchor_every=anchor_every)
     loss = functools.partial(busy, reverse=reverse)
     plan, certificate = check(loss, BUSY, X, KEY, method=method, certify=True, has_aux=True)
     (scan,) = (r for r in plan.rows if r.block.startswith("scan"))
@@ -187,7 +167,7 @@ def test_anchors_for_accuracy_inside_segments():
     """Each segment starts from an exact cotangent: one of 8 layers needs an anchor, one of 4 none."""
     ws = jnp.stack([orthogonal(WIDTH, seed=i) for i in range(16)])
     for checkpoint, text in ((2, "an anchor every 4, 2 segments of 8"), (4, "16 layers, 4 segments")):
-        method = mw.Moonwalk(checkpoint=checkpoint, tolerance=1e-13, on_inexact="ignore")
+        method = walking(checkpoint=checkpoint, tolerance=1e-13, on_inexact="ignore")
         plan, _ = check(scanned, ws, X, method=method)
         assert text in plan.rows[0].why
 
@@ -203,7 +183,7 @@ def test_segments_between_the_ways_of_forks(checkpoint):
         x = turn(x, ws[4]) + first
         return square(jnp.where(first > 0, turn(x, ws[5]), x))
 
-    check(loss, LAYERS, X, method=mw.Moonwalk(checkpoint=checkpoint, on_inexact="ignore"))
+    check(loss, LAYERS, X, method=walking(checkpoint=checkpoint, on_inexact="ignore"))
 
 
 def test_a_weight_that_a_scan_shares_with_the_layers_around_it():
@@ -212,21 +192,20 @@ def test_a_weight_that_a_scan_shares_with_the_layers_around_it():
         x = lax.scan(lambda c, _: (turn(c, w), None), x, None, length=5)[0]
         return square(turn(x, w)) + 0.1 * jnp.sum(w**2)
 
-    check(loss, LAYERS[0], X, method=mw.Moonwalk(checkpoint=4))
+    check(loss, LAYERS[0], X, method=walking(checkpoint=4))
 
 
 @pytest.mark.parametrize("loss", [scanned, looped])
 def test_derivatives_of_the_gradient_and_batches_of_it(loss):
     ws = STACK if loss is scanned else LAYERS
-    fun = mw.grad(loss, method=mw.Moonwalk(checkpoint=3))
+    fun = mw.grad(loss, method=walking(checkpoint=3))
 
     def size(grad):
         return lambda ws, x: sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(loss)(ws, x)))
 
     ours = jax.grad(size(lambda _: fun))
-    with all_walked():
-        second = jax.jit(ours)(ws, X)
-        several = jax.jit(jax.vmap(lambda ws, x: jax.jit(fun)(ws, x), (None, 0)))(ws, X[:, None])
+    second = jax.jit(ours)(ws, X)
+    several = jax.jit(jax.vmap(lambda ws, x: jax.jit(fun)(ws, x), (None, 0)))(ws, X[:, None])
     assert error(second, jax.jit(jax.grad(size(jax.grad)))(ws, X)) <= EXACT
     assert error(several, jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(ws, X[:, None])) <= EXACT
 
@@ -238,7 +217,7 @@ def test_a_plan_with_measured_gains_goes_into_jit():
         return square(lax.scan(lambda c, w: (leaky(c @ w), None), x, ws)[0])
 
     plan = mw.plan(loss, STACK, X, method=mw.Moonwalk(checkpoint=2))
-    assert plan.measured and plan.checked and plan.segments == 2
+    assert plan.measured and plan.checked and plan.rerun == 2
     found = jax.jit(mw.value_and_grad(loss, method=plan))(STACK, X)
     compare(arrays(found), arrays(jax.jit(jax.value_and_grad(loss))(STACK, X)))
     drifted = STACK * jnp.logspace(0, -3, WIDTH)
@@ -268,18 +247,18 @@ def temp(loss, args, checkpoint):
     """(MiB, MiB predicted)"""
     method = mw.Moonwalk(checkpoint=checkpoint)
     plan = mw.plan(loss, *args, method=method)
-    return bench.temp(mw.value_and_grad(loss, method=method), *args), plan.peak_bytes / bench.MIB
+    return memory.temp(mw.value_and_grad(loss, method=method), *args), plan.peak_bytes / memory.MIB
 
 
 def test_a_thousand_layers():
-    args = bench.dense_types(1024, LARGE)
-    default, _ = temp(bench.scanned, args, None)
-    found, predicted = temp(bench.scanned, args, "auto")
+    args = memory.dense_types(1024, LARGE)
+    default, _ = temp(memory.scanned, args, None)
+    found, predicted = temp(memory.scanned, args, "auto")
     best = min(
-        bench.temp(jax.value_and_grad(functools.partial(bench.segmented, every=k)), *args)
+        memory.temp(jax.value_and_grad(functools.partial(memory.segmented, every=k)), *args)
         for k in (16, 32, 64)
     )
-    more, more_predicted = temp(bench.scanned, bench.dense_types(4096, LARGE), "auto")
+    more, more_predicted = temp(memory.scanned, memory.dense_types(4096, LARGE), "auto")
     assert found <= default / 2
     assert found <= best / 4
     assert more <= 2.2 * found
@@ -288,29 +267,29 @@ def test_a_thousand_layers():
 
 def test_segments_of_a_python_loop_wait_for_each_other():
     """Phase III of one, and all phases of the one before it, once ran side by side: +2 activations."""
-    found, predicted = temp(bench.looped, bench.dense_types(8, LARGE, loop=True), 2)
+    found, predicted = temp(memory.looped, memory.dense_types(8, LARGE, loop=True), 2)
     assert abs(predicted / found - 1) <= 0.05
 
 
 @pytest.mark.slow
 def test_a_python_loop():
-    args = bench.dense_types(96, LARGE, loop=True)
-    default, _ = temp(bench.looped, args, None)
-    found, predicted = temp(bench.looped, args, "auto")
+    args = memory.dense_types(96, LARGE, loop=True)
+    default, _ = temp(memory.looped, args, None)
+    found, predicted = temp(memory.looped, args, "auto")
     assert found <= default
     assert abs(predicted / found - 1) <= 0.05
 
 
 def scans(ws, x, t):
     for w in ws:
-        x = lax.scan(lambda x, w: (bench.layer(x, w), None), x, w)[0]
-    return bench.head(x, t)
+        x = lax.scan(lambda x, w: (memory.layer(x, w), None), x, w)[0]
+    return memory.head(x, t)
 
 
 def test_scans_in_a_row():
     """No state of one is held while the others run, and "auto" is never above the default."""
-    args = bench.dense_types(3, LARGE)
-    few, many = (([bench.struct(n, *bench.struct(256, 256).shape)] * 3, *args[1:]) for n in (64, 256))
+    args = memory.dense_types(3, LARGE)
+    few, many = (([memory.struct(n, *memory.struct(256, 256).shape)] * 3, *args[1:]) for n in (64, 256))
     assert temp(scans, few, "auto")[0] <= temp(scans, few, None)[0]
     found, predicted = temp(scans, many, "auto")
     assert found <= 0.6 * temp(scans, many, None)[0]
@@ -343,15 +322,15 @@ def test_more_segments_than_layers(loss, ws):
 
 def test_the_plan_tells_of_segments():
     plan = mw.plan(scanned, *types((STACK, X)), method=mw.Moonwalk(checkpoint=2))
-    assert plan.segments == 2
+    assert plan.rerun == 2
     assert "; 2 segments run again" in str(plan).splitlines()[0]
     assert any("7 layers, 2 segments of 4" in line for line in str(plan).splitlines())
-    assert json.loads(json.dumps(plan.to_dict(), allow_nan=False))["segments"] == 2
+    assert json.loads(json.dumps(plan.to_dict(), allow_nan=False))["rerun"] == 2
     flat = mw.plan(looped, *types((LAYERS, X)), method=mw.Moonwalk(checkpoint=2))
-    assert flat.segments == 2
+    assert flat.rerun == 2
     assert sum("; Phase I run again" in r.why for r in flat.rows) >= 2 * DEPTH - 2
     none = mw.plan(scanned, *types((STACK, X)))
-    assert none.segments == 0 and "segment" not in str(none)
+    assert none.rerun == 0 and "segment" not in str(none)
     assert mw.Moonwalk(checkpoint=2) == mw.Moonwalk(checkpoint=2) != mw.Moonwalk(checkpoint="sqrt")
 
 
@@ -375,8 +354,7 @@ def test_layers_tell_of_themselves_once(is_loop):
         return square(x)
 
     ws = LAYERS if is_loop else STACK
-    with all_walked():
-        jax.block_until_ready(jax.jit(mw.grad(loss, method=mw.Moonwalk(checkpoint=3)))(ws, X))
+    jax.block_until_ready(jax.jit(mw.grad(loss, method=walking(checkpoint=3)))(ws, X))
     calls = [float(c[0]) for c in counter.settled()]
     x, expected = X, [-1.0]
     for w in LAYERS:

@@ -10,9 +10,10 @@ import sys
 import pytest
 from marks import slow
 
-from moonwalk import cli, training
-from moonwalk.cli import entry
-from moonwalk.training import curves
+from moonwalk import training
+from moonwalk.lab import cli
+from moonwalk.lab.cli import entry
+from moonwalk.lab.training import curves
 
 testing = pytest.importorskip("typer.testing")
 pytest.importorskip("orbax.checkpoint")
@@ -24,7 +25,7 @@ HEAD = ",".join(curves.COLUMNS).encode()
 
 
 def run(*arguments):
-    from moonwalk.cli.app import app
+    from moonwalk.lab.cli.app import app
 
     return testing.CliRunner().invoke(app, [str(a) for a in arguments])
 
@@ -243,6 +244,6 @@ def test_packages_that_are_missing_are_named(monkeypatch):
 
 def test_the_module_is_the_script():
     done = subprocess.run(
-        [sys.executable, "-m", "moonwalk.cli", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "moonwalk.lab.cli", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.startswith("Usage: moonwalk")

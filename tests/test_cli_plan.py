@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    from moonwalk.cli.app import app
+    from moonwalk.lab.cli.app import app
 
     return testing.CliRunner().invoke(app, ["plan", *arguments])
 

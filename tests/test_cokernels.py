@@ -14,8 +14,9 @@ from test_engine import arrays, compare, error
 from weights import diagonal, general, kernel, lower, normal, orthogonal, upper
 
 import moonwalk as mw
-from moonwalk import fragments, graph, staging
-from moonwalk.residuals import nbytes
+from moonwalk.execute.residuals import nbytes
+from moonwalk.rules import fragments
+from moonwalk.trace import graph, staging
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 

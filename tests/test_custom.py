@@ -9,7 +9,8 @@ from jax import lax
 from weights import general, normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import chain, graph, registry, staging
+from moonwalk.rules import chain, registry
+from moonwalk.trace import graph, staging
 
 X = normal(3, 6)
 

@@ -15,9 +15,9 @@ import pytest
 
 import moonwalk as mw
 from moonwalk import data
-from moonwalk.data import cifar, fashion
-from moonwalk.data.__main__ import main as prepare
-from moonwalk.data.signals import generate
+from moonwalk.lab.data import cifar, fashion
+from moonwalk.lab.data.__main__ import main as prepare
+from moonwalk.lab.data.signals import generate
 
 # --- MNIST-1D ---------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from marks import slow
 from weights import STRUCTURED, kernel, normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import chain, graph, staging
-from moonwalk.rules import control_flow
+from moonwalk.rules import chain, control_flow
+from moonwalk.trace import graph, staging
 
 X = normal(3, 6)
 

@@ -27,7 +27,7 @@ from networks import CARRY, conv, leaky, network_of, orthogonals, square, stack,
 from weights import general, kernel, normal
 
 import moonwalk as mw
-from moonwalk import residuals
+from moonwalk.execute import residuals
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs eight CPU devices"),

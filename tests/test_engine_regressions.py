@@ -1,8 +1,6 @@
 """Networks that the engine once got wrong, each as small as it gets, against `jax.value_and_grad`."""
 
-import contextlib
-import itertools
-
+import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from marks import slow
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import planning
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -26,35 +23,17 @@ def leaky(x):
     return jax.nn.leaky_relu(x, 0.3)
 
 
-def check(loss, params, x, *, certify=False, **options):
-    found = jax.jit(mw.value_and_grad(loss, certify=certify, **options))(params, x)[:2]
+def check(loss, params, x, *, certify=False, kinds=None, **options):
+    """Against JAX's gradient. `kinds`: instead of the planner's own choice, equal pieces of these kinds."""
+    method = mw.Moonwalk()
+    if kinds is not None:
+        method, *_ = forced.planned(loss, method, params, x, kinds=kinds, **options)
+    found = jax.jit(mw.value_and_grad(loss, method=method, certify=certify, **options))(params, x)[:2]
     expected = jax.jit(jax.value_and_grad(loss, **options))(params, x)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         scale = float(jnp.max(jnp.abs(b), initial=1.0))
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10 * scale)
-
-
-@contextlib.contextmanager
-def segmented(*kinds):
-    """Instead of the planner's own choice: the trunk in equal pieces of these kinds."""
-    own = planning.choose_segments
-
-    def choose(cut, options, costs, book, *, walks=True):
-        if not walks:
-            dear = own(cut, options, costs, book, walks=False)
-            dear.kept = 1 << 60
-            return dear
-        ends = [len(cut.nodes) * i // len(kinds) for i in range(len(kinds) + 1)]
-        ranges = zip(kinds, itertools.pairwise(ends), strict=True)
-        pieces = [planning.Piece(k, i, j) for k, (i, j) in ranges if i < j]
-        return planning._realise(cut, pieces, costs, options, book)
-
-    planning.choose_segments = choose
-    try:
-        yield
-    finally:
-        planning.choose_segments = own
 
 
 # --- scans --------------------------------------------------------------------------------------------
@@ -281,8 +260,7 @@ PIECES = [
 def test_a_segment_may_begin_between_the_ways_of_a_fork(kinds):
     """A cotangent was lost there: a state that a later segment reads was no output of its own."""
     both = lambda ws, x: by_itself(nested_forks)(ws, x) + by_itself(shared_products)(ws, x)
-    with segmented(*kinds):
-        check(both, LAYERS, X)
+    check(both, LAYERS, X, kinds=kinds)
 
 
 @pytest.mark.parametrize("kinds", PIECES[1:4], ids="-".join)
@@ -299,8 +277,7 @@ def test_a_state_read_late_without_a_derivative(late, kinds):
             y = leaky(y @ w)
         return jnp.sum(late(h, y) ** 2)
 
-    with segmented(*kinds):
-        check(loss, LAYERS, X)
+    check(loss, LAYERS, X, kinds=kinds)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +297,7 @@ def test_a_stem_that_reads_a_mask_of_the_state(end):
             h = leaky(h @ w)
         return jnp.sum(h**2) + end(h, p, x)
 
-    with segmented("walk"):
-        check(loss, W, X)
+    check(loss, W, X, kinds=["walk"])
 
 
 # --- nothing ------------------------------------------------------------------------------------------
@@ -340,8 +316,7 @@ def test_no_rows(is_loop):
             x = lax.scan(lambda c, w: (leaky(c @ w), None), x, w)[0]
         return jnp.sum(x**2) + jnp.sum(p)
 
-    with segmented("walk"):
-        check(loss, W, X[:0], certify=True)
+    check(loss, W, X[:0], certify=True, kinds=["walk"])
 
 
 def test_scans_in_one_period_have_their_anchor():

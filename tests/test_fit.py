@@ -11,7 +11,7 @@ from training_worker import Free, Orthogonal
 
 import moonwalk as mw
 from moonwalk import data, training
-from moonwalk.training import stepping
+from moonwalk.lab.training import stepping
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -215,8 +215,8 @@ def test_or_plans_anew_and_goes_on(signals):
 
 
 def test_a_walk_that_no_plan_helps_stops_in_the_end(signals, monkeypatch):
-    monkeypatch.setattr("moonwalk.training.loop.stricter", lambda method, tolerance, attempt: method)
-    monkeypatch.setattr("moonwalk.training.loop._Trainer.run", _inexact)
+    monkeypatch.setattr("moonwalk.lab.training.loop.stricter", lambda method, tolerance, attempt: method)
+    monkeypatch.setattr("moonwalk.lab.training.loop._Trainer.run", _inexact)
     with pytest.raises(
         mw.InexactError, match="certificate 1.0e.00 exceeds .*, and 3 new plans did not help"
     ):

@@ -1,15 +1,14 @@
 """`PureForward` against `jax.value_and_grad`: the table of `networks.py`, refusals, memory, seeds."""
 
-import importlib.util
 import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow
+from memory import network, temp
 from networks import LABELS, NETWORKS, WIDTH, X, Y, orthogonals, turn
 from test_engine import arrays, compare, error, reference, under_jit
 from weights import general, normal, orthogonal
@@ -17,11 +16,6 @@ from weights import general, normal, orthogonal
 import moonwalk as mw
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
-
-_path = pathlib.Path(__file__).parents[1] / "results" / "engine.py"
-_spec = importlib.util.spec_from_file_location("bench_engine", _path)
-bench = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(bench)
 
 LOOPED = ["MLP with biases", "MaxMin", "strided CNN 1D", "average pooling", "frozen layers"]
 SCANNED = ["scan", "scan with biases, between layers", "scan, reversed", "scan, counter and key"]
@@ -97,8 +91,9 @@ def test_one_jvp_per_feature(loss, args, chunk):
 
 def test_memory_does_not_grow_with_depth():
     for each in (False, True):
-        fun = mw.value_and_grad(bench.scanned, method=mw.PureForward(chunk=8, per_example=each))
-        few, many = (bench.temp(fun, *bench.dense_types(n, 256)) for n in (8, 64))
+        method = mw.PureForward(chunk=8, per_example=each)
+        made = [network("abs", n, 256) for n in (8, 64)]
+        few, many = (temp(mw.value_and_grad(n.loss, method=method), *n.types()) for n in made)
         assert many <= 1.05 * few
 
 
@@ -209,3 +204,21 @@ def test_a_first_layer_that_shrinks_the_state_needs_no_anchor():
     found = mw.grad(loss, method=mw.PureForward(tolerance=math.inf))(ws, x)
     for a, b in zip(found, jax.grad(loss)(ws, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_custom_vjp_has_no_jvp():
+    """Refused where a tangent would have to pass it; run where none does."""
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, h: (h * jnp.cos(x),))
+    for loss in (lambda w, x: jnp.sum(sine(x @ w) @ w), lambda w, x: jnp.sum(sine(x @ w @ w))):
+        with pytest.raises(mw.NotSubmersiveError, match="found by jvps, and jax.custom_vjp has none"):
+            mw.plan(loss, w, x, method=mw.PureForward())
+
+    def beside(w, x):
+        y = x @ w
+        return jnp.sum(y) + jnp.sum(y * (sine(y) > 0)), sine(y)
+
+    found, _ = mw.grad(beside, has_aux=True, method=mw.PureForward())(w, x)
+    expected, _ = jax.grad(beside, has_aux=True)(w, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)

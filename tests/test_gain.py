@@ -9,7 +9,8 @@ from jax import lax
 from weights import diagonal, general, kernel, lower, normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import chain, graph, staging
+from moonwalk.rules import chain
+from moonwalk.trace import graph, staging
 
 X = normal(3, 6)
 
@@ -125,6 +126,21 @@ def test_scan_multiplies():
     body = lambda c, w: (jax.nn.leaky_relu(c @ mw.declare(w, "orthogonal"), 0.5), None)
     (gain,) = gains(lambda x: lax.scan(body, x, ws)[0], X)
     assert gain.factor == pytest.approx(1.25**3)
+
+
+def test_the_gain_of_a_scan_may_overflow():
+    """400 layers of gain 50: no float holds the product."""
+
+    def layers(x):
+        w = mw.declare(orthogonal(6), "orthogonal")
+        return lax.scan(lambda c, _: (jax.nn.leaky_relu(c @ w, 0.01), None), x, length=400)[0]
+
+    opaque = jax.custom_jvp(layers)
+    opaque.defjvp(lambda primals, tangents: jax.jvp(layers, primals, tangents))
+    for fun in (layers, opaque):
+        (gain,) = gains(fun, X)
+        assert (gain.factor, gain.mixes) == (np.inf, True)
+    mw.plan(lambda w, x: jnp.sum(opaque(x * w) ** 2), jnp.ones(6), X)
 
 
 def test_the_formula_predicts_the_error_of_a_walk():

@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad` as a JAX user meets them: arguments, errors, transformations, effects."""
 
+import gc
 import math
 import pathlib
 import re
@@ -15,7 +16,8 @@ from marks import some
 from weights import general, normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import compat, scans, walks
+from moonwalk import _jax, gradient
+from moonwalk.segments import scan_step, walk
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -73,7 +75,7 @@ def equations(jaxpr, inside=()):
         for value in e.params.values():
             for inner in value if isinstance(value, tuple | list) else [value]:
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from equations(compat.open_jaxpr(inner)[0], (*inside, e.primitive.name))
+                    yield from equations(_jax.open_jaxpr(inner)[0], (*inside, e.primitive.name))
 
 
 def traced(fun, *args):
@@ -342,7 +344,7 @@ def test_little_saved_is_said_once():
         mw.grad(dense)(wide, X)
         jax.eval_shape(mw.grad(dense), wide, X)
         jax.eval_shape(mw.value_and_grad(dense), wide, X)
-        with compat.keeping_barriers():
+        with _jax.keeping_barriers():
             jax.eval_shape(mw.grad(looped), LAYERS, X)  # saves much, and says nothing
     (warning,) = (w for w in caught if issubclass(w.category, mw.PlanWarning))
     text = str(warning.message)
@@ -350,6 +352,26 @@ def test_little_saved_is_said_once():
     assert f"The costliest block is {costly.block} at {costly.source}" in text
     assert costly.source.endswith("dense)") and pathlib.Path(__file__).name in text
     assert warning.filename == __file__
+
+
+@pytest.mark.filterwarnings("default::moonwalk.PlanWarning")
+def test_advice_is_forgotten_with_its_function():
+    plan = mw.plan(lambda w, x: jnp.sum(jnp.sin(x @ w)), jnp.ones((WIDTH, 512)), X)
+    gc.collect()
+    before = len(gradient._advised)
+
+    def advise(count):
+        for i in range(count):
+            fun = eval(f"lambda: {i}")  # each has code of its own
+            for again in (fun, eval(f"lambda: {i}")):  # the same code: said once
+                gradient._advise(again, plan)
+
+    with pytest.warns(mw.PlanWarning) as caught:
+        advise(10)
+    assert len(caught) == 10
+    gc.collect()
+    assert len(gradient._advised) == before
+    gradient._advise([], plan)  # cannot be remembered: nothing is said
 
 
 @pytest.mark.parametrize("branch", [lambda w, x: w[0, 0] > 0, lambda w, x: x[0, 0] > 0])
@@ -698,14 +720,14 @@ def test_weights_are_factored_once(name):
 def test_all_phases_of_a_scan_read_the_same_weights(monkeypatch):
     """To the bit: a walk is the inverse of what Phase II did, not of something close to it."""
     seen = []
-    hoist = scans.ScanStep._hoist
+    hoist = scan_step.ScanStep._hoist
 
     def spied(self, *args):
         found = hoist(self, *args)
         seen.append([np.asarray(a) for a in found[0]])
         return found
 
-    monkeypatch.setattr(scans.ScanStep, "_hoist", spied)
+    monkeypatch.setattr(scan_step.ScanStep, "_hoist", spied)
     fun, params = made_inside("qr")
     mw.grad(fun)(params, X)
     assert len(seen) >= 3
@@ -718,16 +740,16 @@ def test_all_phases_of_a_loop_read_the_same_weights(monkeypatch):
     seen = {}
     phases = ("phase_one", "phase_two", "phase_three")
     for phase in phases:
-        own = getattr(walks.Walk, phase)
+        own = getattr(walk.WalkExecutor, phase)
 
         def spied(self, fixed, *args, own=own, phase=phase, **kwargs):
             read = dict.fromkeys(
-                v for s in self.steps for v in s.block.operands if v in self.trunk.weights
+                v for s in self.steps for v in s.block.operands if v in self.network.weights
             )
             seen.setdefault(phase, []).extend(np.asarray(fixed[v]) for v in read)
             return own(self, fixed, *args, **kwargs)
 
-        monkeypatch.setattr(walks.Walk, phase, spied)
+        monkeypatch.setattr(walk.WalkExecutor, phase, spied)
     params = [general(WIDTH, seed=i) for i in range(DEPTH)]
     mw.grad(lambda ps, x: looped([jnp.linalg.qr(p)[0] for p in ps], x))(params, X)
     assert len(seen["phase_one"]) == DEPTH

@@ -1,5 +1,7 @@
 """Cutting: the finest partition in which every state variable is consumed in one block."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from cases import max_min
 from jax import lax
 from weights import general, normal
 
-from moonwalk import activity, graph, staging
+from moonwalk.trace import activity, graph, staging
 
 X = normal(3, 6)
 
@@ -146,3 +148,11 @@ def test_cutting_a_long_network_is_fast():
     cut = graph.build(staged.jaxpr, staged.jaxpr.invars, staged.jaxpr.outvars)
     assert len(cut.blocks) == 800
     assert time.perf_counter() - start < 5
+
+
+def test_a_replaced_block_remembers_for_itself():
+    (block,) = blocks(jnp.tanh, X)
+    count = lambda block: len(block.eqns)
+    assert block.once(count) == 1
+    other = replace(block, eqns=block.eqns * 2)
+    assert (other.once(count), block.once(count)) == (2, 1)

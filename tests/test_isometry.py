@@ -12,8 +12,8 @@ from test_cokernels import blocks_of, compare_all, rows_of, shapes, square
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import fragments
-from moonwalk.residuals import nbytes
+from moonwalk.execute.residuals import nbytes
+from moonwalk.rules import fragments
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 

@@ -1,29 +1,44 @@
-"""Memory by `memory_analysis()` of compiled programs; nothing runs. `make bench-engine` prints more."""
-
-import importlib.util
-import pathlib
+"""Memory by `memory_analysis()` of compiled programs; nothing runs. `moonwalk bench engine` prints more."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from marks import slow
+from memory import MIB, WIDTH, dense_types, network, temp
 
 import moonwalk as mw
+from moonwalk.lab.bench import networks
+from moonwalk.lab.bench.tasks import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
-_path = pathlib.Path(__file__).parents[1] / "results" / "engine.py"
-_spec = importlib.util.spec_from_file_location("bench_engine", _path)
-bench = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(bench)
-
 ROWS = 16384
-ACTIVATION = ROWS * bench.WIDTH * 4 / bench.MIB
+ACTIVATION = ROWS * WIDTH * 4 / MIB
+
+
+def walked(made, **options):
+    return temp(mw.value_and_grad(made.loss, **options), *made.types())
+
+
+def plain(loss, made):
+    return temp(jax.value_and_grad(loss), *made.types())
 
 
 @pytest.fixture(scope="module")
 def dense():
-    return bench.dense_memory(ROWS)
+    few, more = (network("abs", n, ROWS) for n in (64, 128))
+    plans = [mw.plan(n.loss, *n.types()).peak_bytes / MIB for n in (few, more)]
+    ours, maxmin = walked(few), [walked(network("maxmin", n, ROWS)) for n in (32, 128)]
+    return {
+        "moonwalk_mib": ours,
+        "moonwalk_certified_mib": walked(few, certify=True),
+        "backprop_mib": plain(few.loss, few),
+        "checkpoint_mib": {k: plain(few.by_hand(64 // k), few) for k in (1, 2, 4, 8, 16, 32)},
+        "activations_per_added_layer": (walked(more) - ours) / 64 / ACTIVATION,
+        "predicted_activations_per_added_layer": (plans[1] - plans[0]) / 64 / ACTIVATION,
+        "predicted_mib": plans[0],
+        "maxmin_activations_per_added_layer": (maxmin[1] - maxmin[0]) / 96 / ACTIVATION,
+    }
 
 
 def test_64_dense_layers(dense):
@@ -47,22 +62,33 @@ def test_a_plan_predicts_what_a_layer_costs(dense):
 
 
 def test_a_python_loop_is_in_the_same_class(dense):
-    loop = bench.loop_memory(ROWS)
-    assert loop["moonwalk_mib"] <= 1.3 * dense["moonwalk_mib"]
+    assert walked(network("abs, looped", 64, ROWS)) <= 1.3 * dense["moonwalk_mib"]
 
 
 @pytest.mark.slow
 def test_the_unet_keeps_half_of_checkpointing():
-    found = bench.unet_memory(ROWS)
-    assert found["moonwalk_mib"] <= found["checkpoint_mib"] / 2
-    assert abs(found["predicted_mib"] / found["moonwalk_mib"] - 1) <= 0.25
+    made = network("", 6, ROWS, "skips")
+    found = walked(made)
+    assert found <= plain(made.by_hand("block"), made) / 2
+    assert abs(mw.plan(made.loss, *made.types()).peak_bytes / MIB / found - 1) <= 0.25
+
+
+PLAIN = {
+    "relu": ("dense", "relu, looped", {"depth": 24, "width": WIDTH, "batch": 4096}),
+    "residual": ("dense", "residual, looped", {"depth": 12, "width": WIDTH, "batch": 4096}),
+    "tanh": ("dense", "tanh, looped", {"depth": 24, "width": WIDTH, "batch": 4096}),
+    "transformer": ("gpt", "tiny", {"depth": 6, "width": WIDTH, "length": 128, "batch": 16}),
+}
 
 
 @pytest.mark.parametrize("name", ["relu", slow("residual"), "tanh", slow("transformer")])
 def test_networks_that_cannot_be_walked_cost_no_more_than_checkpointing(name):
-    found = bench.plain(name, timed=False)
-    best = min(found["mib"]["backprop"], found["mib"]["checkpoint"])
-    assert found["mib"]["moonwalk"] <= 1.1 * best + 4 * found["largest_activation_mib"]
+    kind, variant, sizes = PLAIN[name]
+    made = networks.make(Task("", kind, "", variant, **sizes))
+    best = min(plain(made.loss, made), plain(made.by_hand("block"), made))
+    jaxpr = jax.make_jaxpr(made.loss)(*made.types())
+    largest = max(v.aval.size * 4 for e in jaxpr.eqns for v in e.outvars) / MIB
+    assert walked(made) <= 1.1 * best + 4 * largest
 
 
 def relu_layers(ws, x, t):
@@ -93,15 +119,15 @@ def anchored_scan(ws, x, t):
 def test_peaks_are_predicted_where_much_is_kept(loss, loop, layers):
     """Eight activations kept, or more: within 25 %."""
     rows = 4096
-    args = bench.dense_types(layers, rows, loop)
+    args = dense_types(layers, rows, loop)
     plan = mw.plan(loss, *args)
-    assert plan.kept_bytes >= 8 * rows * bench.WIDTH * 4
-    found = bench.temp(mw.value_and_grad(loss), *args) * bench.MIB
+    assert plan.kept_bytes >= 8 * rows * WIDTH * 4
+    found = temp(mw.value_and_grad(loss), *args) * MIB
     assert abs(plan.peak_bytes / found - 1) <= 0.25
 
 
 def test_bytes_per_layer_that_is_added_to_a_loop_are_predicted():
-    few, many = (bench.dense_types(n, ROWS, loop=True) for n in (32, 48))
-    found = [bench.temp(mw.value_and_grad(bench.looped), *types) for types in (few, many)]
-    plans = [mw.plan(bench.looped, *types).peak_bytes / bench.MIB for types in (few, many)]
-    assert abs((plans[1] - plans[0]) / (found[1] - found[0]) - 1) <= 0.05
+    few, many = (network("abs, looped", n, ROWS) for n in (32, 48))
+    found = walked(many) - walked(few)
+    plans = [mw.plan(n.loss, *n.types()).peak_bytes / MIB for n in (few, many)]
+    assert abs((plans[1] - plans[0]) / found - 1) <= 0.05

@@ -13,7 +13,7 @@ from marks import slow, some
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import compat
+from moonwalk import _jax
 
 EXACT = {
     "backprop": mw.Backprop(),
@@ -459,7 +459,7 @@ def test_reversible_memory_does_not_grow_in_a_loop_of_affine_layers():
     def temporaries(depth):
         ws = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * depth
         x = jax.ShapeDtypeStruct((4096, 16), jnp.float32)
-        program = compat.compiled(jax.jit(mw.grad(loss, method=mw.Reversible())), ws, x)
+        program = _jax.compiled(jax.jit(mw.grad(loss, method=mw.Reversible())), ws, x)
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries(16) < temporaries(4) + 4096 * 16 * 4

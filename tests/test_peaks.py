@@ -5,11 +5,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from marks import slow
+from marks import slow, some
 
 import moonwalk as mw
-from moonwalk.bench import measuring, networks
-from moonwalk.bench.tasks import Task
+from moonwalk.lab.bench import measuring, networks
+from moonwalk.lab.bench.tasks import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -108,7 +108,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Variants of the walked U-Net and of the checkpointed scan.
+LATER = {"U-Net, walked always", "checkpointed scan of a length without divisors"}
+
+
+@pytest.mark.parametrize("name", some(CASES, set(CASES) - LATER))
 def test_peaks_are_predicted(name):
     loss, args, method = CASES[name]
     predicted, found = mw.plan(loss, *args, method=method).peak_bytes, temp(method, loss, args)

@@ -15,8 +15,9 @@ from marks import slow
 from weights import general, lower, normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import compat, plans
-from moonwalk.plans import human
+from moonwalk import _jax
+from moonwalk.planning import report
+from moonwalk.planning.report import format_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -83,10 +84,10 @@ def test_the_table(walking):
     for line, row in zip(rows, walking.rows, strict=True):
         assert line.strip().startswith(row.block)
         assert line.endswith(row.source)
-        assert row.mode in line and human(row.bytes) in line
+        assert row.mode in line and format_bytes(row.bytes) in line
     assert f"{walking.walked} blocks walked" in first and "tolerance 1e-11" in first
     for size in (walking.kept_bytes, walking.peak_bytes, walking.backprop_bytes):
-        assert human(size) in last
+        assert format_bytes(size) in last
 
 
 def test_a_row_per_block(walking):
@@ -107,7 +108,7 @@ def test_rows_of_a_scan_are_indented():
 
 
 def test_sizes_are_readable():
-    assert [human(n) for n in (0, 1023, 1024, 5 * 2**20, 3 * 2**31)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 5 * 2**20, 3 * 2**31)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
@@ -242,9 +243,9 @@ def test_a_plan_that_is_checkpointing_and_saves_says_nothing():
 def old_jax(monkeypatch):
     """As with JAX 0.10 on a CPU, in a process that has said nothing yet."""
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    monkeypatch.setattr(compat, "barrier_options", lambda: options)
+    monkeypatch.setattr(_jax, "barrier_options", lambda: options)
     monkeypatch.setattr(jax, "__version__", "0.10.1")
-    monkeypatch.setattr(plans, "_said_barriers", False)
+    monkeypatch.setattr(report, "_said_barriers", False)
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
@@ -289,12 +290,12 @@ def test_what_it_will_take_then_is_about_backpropagations(old_jax):
 def test_where_barriers_stay_or_do_not_matter_nothing_is_said(old_jax, monkeypatch):
     scanned = lambda: mw.plan(scan_of(turn), *structs(jnp.stack(ORTHOGONAL), X))
     assert not barrier_warnings(scanned)
-    with compat.keeping_barriers():
+    with _jax.keeping_barriers():
         assert not barrier_warnings(WAYS["walked"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=cse_barrier_expander")
     assert not barrier_warnings(WAYS["walked"])
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(compat, "barrier_options", dict)
+    monkeypatch.setattr(_jax, "barrier_options", dict)
     assert not barrier_warnings(WAYS["walked"])
 
 

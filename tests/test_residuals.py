@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from weights import general, normal
 
-from moonwalk.residuals import Residual, nbytes, pack, unpack
+from moonwalk.execute.residuals import Residual, nbytes, pack, unpack
 
 X, W = normal(16, 6), general(6)
 

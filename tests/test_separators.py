@@ -11,12 +11,12 @@ from marks import slow
 from weights import normal
 
 import moonwalk as mw
-from moonwalk import graph, staging
 from moonwalk.errors import SingularError
-from moonwalk.fragments import Ask, Fragment, ways
-from moonwalk.registry import Gain
+from moonwalk.rules.fragments import Ask, Fragment, ways
+from moonwalk.rules.registry import Gain
 from moonwalk.rules.separators import Separators
 from moonwalk.rules.spans import Spans
+from moonwalk.trace import graph, staging
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 

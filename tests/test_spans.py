@@ -1,9 +1,7 @@
 """Convolutions without a pivot: fragments on a grid of spans (`rules/spans.py`)."""
 
 import functools
-import importlib.util
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +11,13 @@ import pytest
 from forced import difference, measured, under_jit, walked
 from jax import lax
 from marks import slow
+from memory import MIB, struct, temp
 from weights import normal
 
 import moonwalk as mw
-from moonwalk import fragments, graph, staging
-from moonwalk.fragments import Ask
+from moonwalk.rules import fragments
+from moonwalk.rules.fragments import Ask
+from moonwalk.trace import graph, staging
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -63,10 +63,10 @@ def block_of(fun, x, w):
     return block
 
 
-def round_trip(fun, x, w, wish, place=(0, 0, 0)):
+def round_trip(fun, x, w, requested, place=(0, 0, 0)):
     """Relative error of restore(fragment(h'), h), and the share of h' that was kept."""
     block = block_of(fun, x, w)
-    (rule,) = fragments.ways(block, Ask(wish))
+    (rule,) = fragments.ways(block, Ask(requested))
 
     traced = not isinstance(place[0], int)
 
@@ -398,11 +398,6 @@ def test_training_for_500_steps():
 
 # --- memory -----------------------------------------------------------------------------------------------
 
-_path = pathlib.Path(__file__).parents[1] / "results" / "engine.py"
-_spec = importlib.util.spec_from_file_location("bench_engine", _path)
-bench = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(bench)
-
 
 @pytest.mark.parametrize("span", [4, 8])
 def test_bytes_of_a_layer_are_bits_and_fragment(span):
@@ -415,7 +410,7 @@ def test_bytes_of_a_layer_are_bits_and_fragment(span):
         walks.append(walk)
         return gradients
 
-    sizes = [bench.temp(run, bench.struct(k, 3, m, m), bench.struct(batch, n, m)) for k in (32, 96)]
+    sizes = [temp(run, struct(k, 3, m, m), struct(batch, n, m)) for k in (32, 96)]
     (scan, *_) = walks[0].steps
     conv_step, act = scan.walk.steps
     entries = batch * n * m
@@ -424,7 +419,7 @@ def test_bytes_of_a_layer_are_bits_and_fragment(span):
     assert conv_step.memo_bytes == 4 * batch * m * (2 * tiles + 1)
     weights = 2 * 4 * 3 * m * m  # gradients, and factors of the pivot
     formula = act.kept_bytes + conv_step.memo_bytes + weights
-    assert (sizes[1] - sizes[0]) * bench.MIB / 64 == pytest.approx(formula, rel=0.05)
+    assert (sizes[1] - sizes[0]) * MIB / 64 == pytest.approx(formula, rel=0.05)
 
 
 # --- plans and errors ---------------------------------------------------------------------------------------

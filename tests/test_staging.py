@@ -16,7 +16,8 @@ from marks import slow
 from weights import general, normal
 
 import moonwalk as mw
-from moonwalk import compat, staging
+from moonwalk import _jax
+from moonwalk.trace import staging
 
 X = normal(3, 6)
 
@@ -72,7 +73,7 @@ def test_source_lines_survive_staging():
         return jax.nn.leaky_relu(x @ general(6))
 
     *_, last = staging.stage(jax.jit(model), X).jaxpr.eqns
-    assert f"test_staging.py:{model.__code__.co_firstlineno + 1}" in compat.source_line(last)
+    assert f"test_staging.py:{model.__code__.co_firstlineno + 1}" in _jax.source_line(last)
 
 
 # --- compat -------------------------------------------------------------------------------------------
@@ -82,9 +83,9 @@ def test_an_unsupported_jax_is_refused_with_a_sentence():
     with pytest.raises(
         ImportError, match=r"moonwalk needs JAX 0\.10\.1 or newer, but JAX 0\.9\.1 is installed"
     ):
-        compat.refuse_unsupported_jax("0.9.1")
+        _jax.refuse_unsupported_jax("0.9.1")
     for fine in ("0.10.1", "0.11.0", "0.12.0.1", "1.0.dev2"):
-        compat.refuse_unsupported_jax(fine)
+        _jax.refuse_unsupported_jax(fine)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_an_unsupported_jax_is_refused_with_a_sentence():
 )
 def test_a_jax_that_computes_wrong_numbers_is_refused(versions, name):
     with pytest.raises(ImportError) as raised:
-        compat.refuse_unsupported_jax(*versions)
+        _jax.refuse_unsupported_jax(*versions)
     words = str(raised.value)
     assert words.startswith(
         f"moonwalk does not run on {name} 0.10.2: its CPU compiler returns wrong numbers"
@@ -141,8 +142,8 @@ def test_every_statement_of_versions_agrees():
     root = pathlib.Path(__file__).parent.parent
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     (jax_bound,) = (d for d in project["dependencies"] if re.match(r"jax\W", d))
-    low = ".".join(map(str, compat.MINIMUM_JAX))
-    bad = [".".join(map(str, v)) for v in compat.DEFECTIVE_JAX]
+    low = ".".join(map(str, _jax.MINIMUM_JAX))
+    bad = [".".join(map(str, v)) for v in _jax.DEFECTIVE_JAX]
     assert jax_bound == ",".join([f"jax>={low}", *(f"!={v}" for v in bad)])
     assert f"JAX {low} or newer, except {', '.join(bad)}" in " ".join(
         (root / "README.md").read_text().split()
@@ -150,7 +151,7 @@ def test_every_statement_of_versions_agrees():
     for lock in (root / "requirements").glob("*.lock"):
         pins = dict(line.split("==") for line in lock.read_text().splitlines() if "==" in line)
         assert pins["jax"] not in bad and pins["jaxlib"] not in bad
-        compat.refuse_unsupported_jax(pins["jax"], pins["jaxlib"])
+        _jax.refuse_unsupported_jax(pins["jax"], pins["jaxlib"])
     assert f"\njax=={low}\n" in (root / "requirements/py311.lock").read_text()
 
 
@@ -175,4 +176,4 @@ def test_version():
 
 @pytest.mark.parametrize("text", ["0.10.2", "0.11.2.dev3+g1", "1.2"])
 def test_version_tuple(text):
-    assert compat.version_tuple(text)[:2] == tuple(int(n) for n in text.split(".")[:2])
+    assert _jax.version_tuple(text)[:2] == tuple(int(n) for n in text.split(".")[:2])

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -10,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from forced import whole_walk
 from jax import lax
 from marks import slow, some
 from networks import leaky
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import chain, fragments, graph, planning, plans, registry, staging
-from moonwalk.rules import statistics
+from moonwalk.rules import chain, fragments, registry, statistics
+from moonwalk.trace import graph, staging
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -271,26 +271,10 @@ def test_a_vijp_refuses_and_says_what_is_lost():
 # --- walks --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def walks(monkeypatch):
-    """Everything is walked, whatever it costs; the walks and the plans that were made."""
-    own, describe = planning.choose_segments, plans.describe
-    made = []
-
-    def whole(cut, options, costs, book, *, walks=True):
-        if not walks:
-            return replace(own(cut, options, costs, book, walks=False), peak=1 << 60)
-        envs = None if book.values is None else [book.values]
-        walk, _ = planning.plan_walk(cut, 0, len(cut.nodes), options, book=book, envs=envs)
-        return planning.Choice([walk], walk.kept_bytes, walk.kept_bytes)
-
-    def described(cut, choice, *rest):
-        made.append((choice.segments[0], describe(cut, choice, *rest)))
-        return made[-1][1]
-
-    monkeypatch.setattr(planning, "choose_segments", whole)
-    monkeypatch.setattr(plans, "describe", described)
-    return made
+def whole(loss, *args, method=mw.Moonwalk(), measured=True, **options):  # noqa: B008
+    """(a plan of one walk, whatever that costs, and the walk). `measured`: gains, on the arguments."""
+    values = args if measured else None
+    return whole_walk(loss, method, *args, values=values, **options)[:2]
 
 
 def turn(x, w):
@@ -323,11 +307,10 @@ def scanned(norm, layers=4):
     return loss, params
 
 
-def differentiated(loss, params, x):
-    """(gradient by a plan made from concrete arguments, under jit; JAX's)."""
-    plan = mw.plan(loss, params, x, Y)
-    found = jax.jit(mw.grad(loss, method=plan))(params, x, Y)
-    return found, jax.jit(jax.grad(loss))(params, x, Y)
+def differentiated(loss, plan, *args, **options):
+    """(gradient by a plan, under jit; JAX's)."""
+    found = jax.jit(mw.grad(loss, method=plan, **options))(*args)
+    return found, jax.jit(jax.grad(loss, **options))(*args)
 
 
 def error(found, expected):
@@ -353,21 +336,23 @@ FAST = {
 
 
 @pytest.mark.parametrize("name", some(NORMS, FAST))
-def test_gradient_in_a_loop(name, walks):
+def test_gradient_in_a_loop(name):
     (norm, p), x, per_group, groups = NORMS[name]
     loss, params = network(norm, layers=1)
-    assert error(*differentiated(loss, params(p), x)) <= EXACT
-    walk, plan = walks[-1]
+    args = (params(p), x, Y)
+    plan, walk = whole(loss, *args)
+    assert error(*differentiated(loss, plan, *args)) <= EXACT
     assert fragment_numbers(walk) == per_group * groups
     assert not plan.anchors and plan.checked
 
 
 @pytest.mark.parametrize("name", some(NORMS, {"LayerNorm", "BatchNorm, scale folded in"}))
-def test_gradient_in_a_scan(name, walks):
+def test_gradient_in_a_scan(name):
     (norm, p), x, per_group, groups = NORMS[name]
     loss, params = scanned(norm)
-    assert error(*differentiated(loss, params(p), x)) <= EXACT
-    walk, plan = walks[-1]
+    args = (params(p), x, Y)
+    plan, walk = whole(loss, *args)
+    assert error(*differentiated(loss, plan, *args)) <= EXACT
     (scan,) = (s for s in walk.steps if s.node.is_scan)
     assert fragment_numbers(scan.walk) == per_group * groups
     assert plan.checked
@@ -375,24 +360,24 @@ def test_gradient_in_a_scan(name, walks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [network, scanned])
-def test_gradient_eagerly(make, walks):
+def test_gradient_eagerly(make):
     loss, params = make(folded(-1))
-    found = mw.grad(loss)(params(PLAIN), X, Y)
+    plan, _ = whole(loss, params(PLAIN), X, Y)
+    found = mw.grad(loss, method=plan)(params(PLAIN), X, Y)
     assert error(found, jax.jit(jax.grad(loss))(params(PLAIN), X, Y)) <= EXACT
-    ((_, plan),) = walks
     assert plan.fragments and plan.measured and plan.checked
 
 
-def test_under_jit_alone_the_gain_is_assumed(walks):
+def test_under_jit_alone_the_gain_is_assumed():
     """No trace says how far groups differ: the walk is certified."""
     for make in (network, scanned):
         loss, params = make(folded(-1))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params(PLAIN), X, Y))
-        plan = mw.plan(loss, *shapes)
+        plan, _ = whole(loss, *shapes, measured=False)
         assert plan.fragments and plan.checked and not plan.anchors
 
 
-def test_residual_branches(walks):
+def test_residual_branches():
     """A branch that begins with a norm: its uses of the state stay together."""
 
     def loss(weights, x, y):
@@ -401,13 +386,12 @@ def test_residual_branches(walks):
         return jnp.mean((x - y) ** 2)
 
     weights = [orthogonal(WIDTH, seed=i) for i in range(3)]
-    found = jax.jit(mw.grad(loss))(weights, X, Y)
-    assert error(found, jax.jit(jax.grad(loss))(weights, X, Y)) <= EXACT
-    ((walk, _),) = walks
+    plan, walk = whole(loss, weights, X, Y, measured=False)
+    assert error(*differentiated(loss, plan, weights, X, Y)) <= EXACT
     assert fragment_numbers(walk) == 2 * 2 * ROWS  # the first normalises data
 
 
-def test_flax_batch_norm_with_running_statistics(walks):
+def test_flax_batch_norm_with_running_statistics():
     modules = [nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0), param_dtype=jnp.float64) for _ in range(2)]
     static, scales, running = nnx.split(modules, nnx.Param, ...)
 
@@ -419,15 +403,15 @@ def test_flax_batch_norm_with_running_statistics(walks):
         return jnp.mean((turn(x, last) - y) ** 2), nnx.state(norms, nnx.BatchStat)
 
     params = ([orthogonal(WIDTH, seed=i) for i in range(3)], scales)
-    found, aux = jax.jit(mw.grad(loss, has_aux=True))(params, running, X, Y)
-    expected, aux_expected = jax.jit(jax.grad(loss, has_aux=True))(params, running, X, Y)
+    args = (params, running, X, Y)
+    plan, walk = whole(loss, *args, measured=False, has_aux=True)
+    (found, aux), (expected, aux_expected) = differentiated(loss, plan, *args, has_aux=True)
     assert error(found, expected) <= EXACT
     assert error(aux, aux_expected) <= 1e-6  # running statistics are float32
-    ((walk, _),) = walks
     assert fragment_numbers(walk) == 2 * 2 * WIDTH
 
 
-def test_equinox_batch_norm_with_state(walks):
+def test_equinox_batch_norm_with_state():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
         WIDTH, "batch", mode="batch", dtype=jnp.float64
     )
@@ -442,59 +426,62 @@ def test_equinox_batch_norm_with_state(walks):
         return jnp.mean((turn(x, last) - y) ** 2), state
 
     params = ((orthogonal(WIDTH), orthogonal(WIDTH, seed=1)), scale)
-    plan = mw.plan(loss, params, state, X, Y, has_aux=True)
-    found, aux = jax.jit(mw.grad(loss, has_aux=True, method=plan))(params, state, X, Y)
-    expected, aux_expected = jax.jit(jax.grad(loss, has_aux=True))(params, state, X, Y)
+    args = (params, state, X, Y)
+    plan, walk = whole(loss, *args, has_aux=True)
+    (found, aux), (expected, aux_expected) = differentiated(loss, plan, *args, has_aux=True)
     assert error(found, expected) <= EXACT
     assert error(aux, aux_expected) <= 1e-12
-    assert fragment_numbers(walks[-1][0]) == 2 * WIDTH
+    assert fragment_numbers(walk) == 2 * WIDTH
 
 
 @pytest.mark.parametrize(("dtype", "worse"), [(jnp.float32, 10), slow(jnp.bfloat16, 1.5)])
-def test_narrow_dtypes(dtype, worse, walks):
+def test_narrow_dtypes(dtype, worse):
     """About as exact as backpropagation in the same dtype."""
     loss, params = network(folded(-1))
     exact = jax.jit(jax.grad(loss))(params(PLAIN), X, Y)
     narrow = jax.tree.map(lambda a: a.astype(dtype), (params(PLAIN), X, Y))
-    found, backprop = jax.jit(mw.grad(loss))(*narrow), jax.jit(jax.grad(loss))(*narrow)
+    plan, _ = whole(loss, *narrow, measured=False)
+    found, backprop = differentiated(loss, plan, *narrow)
     assert error(found, exact) <= worse * error(backprop, exact)
-    assert walks[-1][1].fragments
+    assert plan.fragments
 
 
-def test_a_scale_of_zero_is_noticed(walks):
+def test_a_scale_of_zero_is_noticed():
     loss, params = network(folded(-1), layers=1)
     weights = params((SCALE.at[3].set(0.0), BIAS))
+    plan, _ = whole(loss, weights, X, Y, measured=False)
     with pytest.raises(Exception, match="certificate exceeds the tolerance"):
-        jax.block_until_ready(jax.jit(mw.grad(loss))(weights, X, Y))
-    nan = mw.Moonwalk(on_inexact="nan")
-    assert all(
-        np.isnan(a).all() for a in jax.tree.leaves(jax.jit(mw.grad(loss, method=nan))(weights, X, Y))
-    )
+        jax.block_until_ready(jax.jit(mw.grad(loss, method=plan))(weights, X, Y))
+    nan, _ = whole(loss, weights, X, Y, method=mw.Moonwalk(on_inexact="nan"), measured=False)
+    found = jax.jit(mw.grad(loss, method=nan))(weights, X, Y)
+    assert all(np.isnan(a).all() for a in jax.tree.leaves(found))
 
 
-def test_a_scale_of_zero_is_seen_while_planning(walks):
+def test_a_scale_of_zero_is_seen_while_planning():
     """With concrete weights the cotangent is kept whole; whoever insists is told why not."""
     loss, params = network(folded(-1), layers=1)
     weights = params((SCALE.at[3].set(0.0), BIAS))
-    found = mw.grad(loss)(weights, X, Y)
+    plan, _ = whole(loss, weights, X, Y)
+    found = mw.grad(loss, method=plan)(weights, X, Y)
     assert error(found, jax.jit(jax.grad(loss))(weights, X, Y)) <= EXACT
-    assert walks[-1][1].anchors == 1
+    assert plan.anchors == 1
     with pytest.raises(mw.SingularError, match=r"scale of a normalisation is zero.*params\[0\]"):
-        mw.plan(loss, weights, X, Y, method=mw.Moonwalk(tolerance=math.inf))
+        mw.plan(loss, weights, X, Y, method=mw.Moonwalk(tolerance=math.inf, walk="always"))
 
 
 # --- plans --------------------------------------------------------------------------------------------
 
 
-def test_what_a_plan_says(walks):
+def test_what_a_plan_says():
     loss, params = network(folded(-1), layers=1)
-    text = str(mw.plan(loss, params(PLAIN), X, Y))
+    text = str(whole(loss, params(PLAIN), X, Y)[0])
     assert (
         "fragment: 12 % of the cotangent; its 2 statistics lose 2 numbers for every 16 entries" in text
     )
     assert "Phase I keeps 4.0 KiB" in text
     loss, params = network(centre, layers=1)
-    (row,) = (r for r in mw.plan(loss, params(()), X, Y).rows if r.mode == "fragment")
+    plan, _ = whole(loss, params(()), X, Y)
+    (row,) = (r for r in plan.rows if r.mode == "fragment")
     assert row.why == (
         "fragment: 6.2 % of the cotangent; its statistic loses one number for every 16 entries"
     )

@@ -12,8 +12,9 @@ from marks import slow
 from weights import normal, orthogonal
 
 import moonwalk as mw
-from moonwalk import graph, nn, staging
+from moonwalk import nn
 from moonwalk.rules.elementwise import Elementwise
+from moonwalk.trace import graph, staging
 
 RULE = Elementwise()
 

@@ -18,8 +18,8 @@ from marks import slow
 
 import moonwalk as mw
 from moonwalk import data, training
-from moonwalk.training.checkpoints import Checkpoints, Saved
-from moonwalk.training.stepping import State
+from moonwalk.lab.training.checkpoints import Checkpoints, Saved
+from moonwalk.lab.training.stepping import State
 
 pytest.importorskip("orbax.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")

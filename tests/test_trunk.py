@@ -11,8 +11,9 @@ from tangles import Tangle
 from weights import normal
 
 import moonwalk as mw
-from moonwalk import engine, trunk
 from moonwalk.gradient import Call
+from moonwalk.network import cutting
+from moonwalk.network import loss as losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")  # they are small
 
@@ -31,7 +32,7 @@ def close(found, expected):
 
 
 def cut(loss, *args, has_aux=False):
-    return engine.cut(Call("plan", loss, 0, has_aux, args, {}).stage(()))
+    return losses.cut(Call("plan", loss, 0, has_aux, args, {}).stage(()))
 
 
 def described(loss, *args):
@@ -159,12 +160,12 @@ def test_copies_inside_a_node_are_their_variable_again():
     """A fork whose copy is read where its variable is made would have to run in the middle of it."""
     jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * jnp.cos(jnp.sin(x)))(X).jaxpr
     source = jaxpr.eqns[0].outvars[0]
-    inside, outside, other = (trunk.Copy(source) for _ in range(3))
+    inside, outside, other = (cutting.Copy(source) for _ in range(3))
     own = [jaxpr.eqns[0], jaxpr.eqns[1].replace(invars=[inside])]
     forks = [(source, [inside, outside, other])]
-    kept, restored = trunk._standing([own], forks)
+    kept, restored = cutting._standing([own], forks)
     assert kept == [(source, [outside, other])] and restored == {inside: source}
-    kept, restored = trunk._standing([own], [(source, [inside, outside])])
+    kept, restored = cutting._standing([own], [(source, [inside, outside])])
     assert not kept and restored == {inside: source, outside: source}
 
 
@@ -219,3 +220,24 @@ def test_a_pad_with_a_trained_value(config):
         if not isinstance(method, mw.PureForward):
             close(jax.jit(mw.value_and_grad(loss, method=method))(params, X), expected)
     close(mw.value_and_grad(loss, method=METHODS["always"])(params, X), expected)
+
+
+def test_a_pad_with_a_trained_value_in_a_branch():
+    """JAX's pullback of a pad fails where the value alone is differentiated, in loops and branches, too."""
+
+    def loss(params, x):
+        y = jnp.abs(x @ params["w"])
+        branches = [
+            lambda y: lax.pad(y[:, 1:], params["value"], ((0, 0, 0), (0, 1, 0))),
+            lambda y: 2 * y,
+        ]
+        y = lax.switch(jnp.argmax(y[0]) % 2, branches, y)
+        y, _ = lax.scan(
+            lambda y, v: (lax.pad(y[:, 1:], v, ((0, 0, 0), (1, 0, 0))), None), y, params["many"]
+        )
+        return jnp.sum(jnp.tanh(y * params["scale"]) ** 2)
+
+    params = {"w": SQUARE[0], "value": jnp.float64(0.7), "many": normal(3), "scale": normal(6, seed=9)}
+    expected = jax.value_and_grad(loss)(params, X)
+    for name in ("default", "always"):
+        close(mw.value_and_grad(loss, method=METHODS.get(name, mw.Moonwalk()))(params, X), expected)

@@ -13,10 +13,11 @@ from zoo.networks import Network
 from zoo.runner import FAILURES, examine
 
 # In `make test` 150 networks of one or two layers (which may hold others), by the default method and another one;
-# `make test-all` takes whatever 10,000 seeds draw.
+# `make test-all` takes whatever 2,000 seeds draw, by every method. A network takes a second, so more of them are left
+# to `make fuzz SEEDS=0:10000`.
 FEW = [s for s in range(500) if Settings(s).depth <= 2 and not Settings(s).compiled][:150]
 SHARDS = [FEW[i : i + 25] for i in range(0, 150, 25)]
-ALL = [range(i, i + 100) for i in range(0, 10_000, 100)]
+ALL = [range(i, i + 100) for i in range(0, 2000, 100)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_wrong_gradients_are_called_wrong():
     assert ref.compare(values, off, ref.tree)[0] == "wrong"
     assert ref.compare(values, [g.astype(np.float32) for g in gradients], ref.tree)[0] == "crash"
     off[largest] = off[largest] * np.nan
-    assert ref.compare(values, off, ref.tree)[0] == "loud"
+    assert ref.compare(values, off, ref.tree)[0] == "wrong"
 
 
 # --- damage -----------------------------------------------------------------------------------------

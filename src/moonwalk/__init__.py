@@ -5,15 +5,9 @@ from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import data as data
 from . import models as models
 from . import nn as nn
 from . import rules as _rules  # fills the registry
-from . import testing as testing
-from .api import vijp as vijp
-from .certificate import Certificate as Certificate
-from .custom import custom_vijp as custom_vijp
-from .declare import declare as declare
 from .errors import CheckpointError as CheckpointError
 from .errors import DataError as DataError
 from .errors import DeclarationError as DeclarationError
@@ -29,21 +23,26 @@ from .errors import PlanMismatchError as PlanMismatchError
 from .errors import PlanWarning as PlanWarning
 from .errors import SingularError as SingularError
 from .errors import WriteError as WriteError
-from .fragments import Fragment as Fragment
-from .fused import fused_update as fused_update
+from .execute.certificate import Certificate as Certificate
+from .fused.fused_update import fused_update as fused_update
 from .gradient import grad as grad
 from .gradient import plan as plan
 from .gradient import value_and_grad as value_and_grad
-from .methods import Backprop as Backprop
-from .methods import Checkpoint as Checkpoint
-from .methods import Forward as Forward
-from .methods import Moonwalk as Moonwalk
-from .methods import ProjectedForward as ProjectedForward
-from .methods import PureForward as PureForward
-from .methods import Reversible as Reversible
-from .plans import Plan as Plan
-from .registry import register_vijp as register_vijp
+from .operator import testing as testing
+from .operator.custom_vijp import custom_vijp as custom_vijp
+from .operator.vijp import vijp as vijp
+from .planning.methods import Backprop as Backprop
+from .planning.methods import Checkpoint as Checkpoint
+from .planning.methods import Forward as Forward
+from .planning.methods import Moonwalk as Moonwalk
+from .planning.methods import ProjectedForward as ProjectedForward
+from .planning.methods import PureForward as PureForward
+from .planning.methods import Reversible as Reversible
+from .planning.report import Plan as Plan
+from .rules.fragments import Fragment as Fragment
 from .rules.generic import MatrixFree as MatrixFree
+from .rules.registry import register_vijp as register_vijp
+from .trace.declare import declare as declare
 
 try:
     __version__ = _version("moonwalk-jax")
@@ -52,14 +51,17 @@ except _NotFound:  # a source tree on PYTHONPATH
 del _rules, _NotFound, _version
 
 if _TYPE_CHECKING:
-    from . import training as training
+    from . import lab as lab
+    from .lab import data as data
+    from .lab import training as training
 
-_LAZY = ("training",)  # imported when first asked for
+# Imported when first asked for: the library needs none of it.
+_LAZY = {"lab": ".lab", "data": ".lab.data", "training": ".lab.training"}
 
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
-        return _import_module(f".{name}", __name__)
+        return _import_module(_LAZY[name], __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

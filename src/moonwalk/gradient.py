@@ -9,17 +9,23 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import baselines, checkpointing, checks, compat, engine, forward, plans, reversing
-from .certificate import Certificate, Findings, Place, summary
-from .engine import Engine
+from . import _jax
 from .errors import DeclarationError, InexactError, PlanMismatchError, PlanWarning
-from .methods import (
+from .execute import forward_mode
+from .execute.certificate import Certificate, Findings, Place, summary
+from .execute.engine import Engine
+from .network import loss
+from .network.cutting import Network
+from .planning import checkpoint, pure_forward, report, reversible
+from .planning import moonwalk as moonwalk_policy
+from .planning.methods import (
     Backprop,
     Checkpoint,
     Forward,
@@ -28,16 +34,17 @@ from .methods import (
     PureForward,
     Reversible,
 )
-from .planning import Planned
-from .plans import Plan
+from .planning.report import Plan
+from .planning.search import Planned
+from .rules import alarms
 
 Unplanned = Backprop | Forward | ProjectedForward  # they cut nothing into blocks
 Method = Planned | Unplanned | Plan
 _PLANNERS: dict[type, Any] = {
-    Moonwalk: engine.plan,
-    PureForward: forward.plan,
-    Checkpoint: checkpointing.plan,
-    Reversible: reversing.plan,
+    Moonwalk: moonwalk_policy.plan,
+    PureForward: pure_forward.plan,
+    Checkpoint: checkpoint.plan,
+    Reversible: reversible.plan,
 }
 _DEFAULT = Moonwalk()
 
@@ -208,7 +215,8 @@ def check_planned(name: str, method: Any) -> Planned | Plan:
 
 
 _measured: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_advised: set[Any] = set()
+# Of the code of each function that is still there: the signatures for which advice was given.
+_advised: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 class Call:
@@ -281,7 +289,7 @@ class Call:
         raise TypeError(f"{self.name}: these arguments cannot be differentiated: {self.argnums=}")
 
     # -- staging ---------------------------------------------------------------------------------
-    def stage(self, inputs: Sequence[int]) -> engine.Staging:
+    def stage(self, inputs: Sequence[int]) -> loss.Staging:
         inputs = [i % len(self.args) if -len(self.args) <= i < 0 else i for i in inputs]
         for i in inputs:
             if i not in self.numbers:
@@ -312,7 +320,7 @@ class Call:
 
         flat_fun.__wrapped__ = self.fun  # type: ignore[attr-defined]
         try:
-            return engine.stage(flat_fun, self.leaves, self.others, is_input, self._names())
+            return loss.stage(flat_fun, self.leaves, self.others, is_input, self._names())
         except _NotScalar:
             self._as_jax_would()
             raise AssertionError("unreachable") from None
@@ -367,40 +375,76 @@ class Call:
     def _is_eager(self) -> bool:
         """Whether the differentiated arguments have values, and no trace is running."""
         structs = any(isinstance(a, jax.ShapeDtypeStruct) for a in (*self.leaves, *self.others))
-        return not structs and compat.is_concrete(self.leaves, jnp.zeros(()))
+        return not structs and _jax.is_concrete(self.leaves, jnp.zeros(()))
 
     # -- planning --------------------------------------------------------------------------------
     def plan(
         self, method: Planned | Plan, *, fused: bool = False, anew: bool = False
-    ) -> tuple[Engine, Plan, engine.Staging]:
-        """`anew`: measure gains even where an earlier call has."""
+    ) -> tuple[Engine, Plan, loss.Staging]:
+        """Trace, cut, plan unless a plan is given, and bind the plan.
+
+        `anew`: measure gains even where an earlier call has.
+        """
         signature = self.signature()
-        gains: Any = ()
-        values = None
-        if isinstance(method, Plan):
-            _match(method, signature)
-            gains, method = method.gains, method.method
-            cache = None
+        given = method if isinstance(method, Plan) else None
+        if given is not None:
+            _match(given, signature)
+        settings = method.method if isinstance(method, Plan) else method
+        staged = self.stage(settings.inputs)
+        loss.refuse_effects(staged.jaxpr)
+        network = loss.cut(staged)
+        values = self._values(staged)
+        numbers = self._python_numbers()
+        if given is not None and (given.fits(network) or given.numbers == numbers):
+            described = given
         else:
-            # Only among eager calls: what jit makes of a function must not depend on who called before.
-            cache = _cache_for(self.fun) if self._is_eager() else None
-            gains = cache.get((signature, method), ()) if cache is not None and not anew else ()
-        staged = self.stage(method.inputs)
-        consts = staged.staged.consts
-        if self._is_eager():
-            jaxpr = staged.jaxpr
-            known = zip(
-                (*jaxpr.invars, *jaxpr.constvars), (*self.leaves, *self.others, *consts), strict=True
-            )
-            values = {
-                v: jnp.asarray(a) if _is_number(a) else a for v, a in known if compat.is_concrete(a)
-            }
-        circumstances = engine.Circumstances(signature, gains, values, fused)
-        made, described = _PLANNERS[type(method)](staged, method, circumstances)
-        plans.warn_of_deleted_barriers(described)
+            # A Python number is part of the traced function, and under jit an array among its arguments:
+            # a plan of the one may not fit the other, and is made anew from what it has measured.
+            gains = () if given is None else given.gains
+            described = self._planned(network, settings, signature, values, fused, anew, gains)
+            described = replace(described, numbers=numbers)
+        executors = described.bind(network)
+        moonwalk_policy.heed_weights(network, executors, values)
+        report.warn_of_deleted_barriers(described)
+        return Engine(staged, network, executors), described, staged
+
+    def _values(self, staged: loss.Staging) -> dict[Any, Any] | None:
+        """Of the jaxpr's inputs and constants, in an eager call."""
+        if not self._is_eager():
+            return None
+        variables = (*staged.jaxpr.invars, *staged.jaxpr.constvars)
+        known = zip(variables, (*self.leaves, *self.others, *staged.staged.consts), strict=True)
+        return {v: jnp.asarray(a) if _is_number(a) else a for v, a in known if _jax.is_concrete(a)}
+
+    def _python_numbers(self) -> tuple[str, ...]:
+        """Names of the arguments that are Python numbers."""
+        args, kwargs = jax.tree.unflatten(self.rest_tree, self.flat)
+        return tuple(
+            root + jax.tree_util.keystr(path)
+            for root, arg in (*zip(self._roots(), args, strict=True), *kwargs.items())
+            for path, leaf in jax.tree.flatten_with_path(arg)[0]
+            if _is_number(leaf) and not _is_array(leaf)
+        )
+
+    def _planned(
+        self,
+        network: Network,
+        method: Planned,
+        signature: Any,
+        values: Any,
+        fused: bool,
+        anew: bool,
+        gains: Any = (),
+    ) -> Plan:
+        # Only among eager calls: what jit makes of a function must not depend on who called before.
+        cache = _cache_for(self.fun) if self._is_eager() else None
+        if cache is not None and not anew and not gains:
+            gains = cache.get((signature, method), ())
+        request = moonwalk_policy.PlanRequest(signature, gains, values, fused)
+        described = _PLANNERS[type(method)](network, method, request)
         if cache is not None and values is not None:
             cache[signature, method] = described.gains
-        return made, described, staged
+        return described
 
     def measuring(self, method: Method, run: Callable[[], Any]) -> Any:
         """`run()`; where weights have drifted since their gains were measured, measure again, once."""
@@ -426,12 +470,14 @@ class Call:
         leaves = [jnp.asarray(a) for a in self.leaves]
         if isinstance(method, Forward | ProjectedForward):
             staged = self.stage(())
-            engine.refuse_effects(staged.jaxpr)
+            loss.refuse_effects(staged.jaxpr)
             flat = (*leaves, *self.others, *staged.staged.consts)
             if isinstance(method, Forward):
-                out, gradients = baselines.forward(staged, method, flat)
+                out, gradients = forward_mode.forward(staged, method.chunk, flat)
             else:
-                out, gradients = baselines.projected(staged, method, flat, self._direction(method))
+                out, gradients = forward_mode.projected(
+                    staged, method.random_key(), method.samples, flat, self._direction(method)
+                )
             return *self.results(out), self._as_arguments(gradients), Certificate.exact()
         made, described, staged = self.plan(method)
         if isinstance(method, Moonwalk | PureForward):
@@ -498,7 +544,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct | compat.Tracer)
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct | _jax.Tracer)
 
 
 def _type(leaf: Any) -> str:
@@ -531,17 +577,17 @@ def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
 
 def _advise(fun: Any, described: Plan) -> None:
     """Say once per function that little is saved."""
-    key = (getattr(fun, "__code__", fun), described.signature)
     try:
-        seen = key in _advised
-    except TypeError:
+        # The code, not the function: a lambda that is written in a loop is made anew on every turn.
+        advised = _advised.setdefault(getattr(fun, "__code__", fun), set())
+    except TypeError:  # no hash, or cannot be referred to weakly
         return
-    if seen:
+    if described.signature in advised:
         return
-    _advised.add(key)
+    advised.add(described.signature)
     text = described.advice()
     if text:
-        warnings.warn(text, PlanWarning, stacklevel=compat.levels_to_user())
+        warnings.warn(text, PlanWarning, stacklevel=_jax.levels_to_user())
 
 
 def heed(gradients: list[Any], found: Findings, places: Sequence[Place], method: Planned) -> list[Any]:
@@ -555,10 +601,10 @@ def heed(gradients: list[Any], found: Findings, places: Sequence[Place], method:
     bad = jnp.any(exceeds)
     if method.on_inexact == "raise":
         report = _Report(tuple(places), method)
-        known = compat.concrete(bad)
+        known = _jax.concrete(bad)
         if known is None:
             # The check hangs on a number: through its callback, gradients would be copied.
-            bad = checks.raise_when_run(bad, bad, report, found.errors, found.layers)
+            bad = alarms.raise_when_run(bad, bad, report, found.errors, found.layers)
         elif known.any():
             raise report(np.asarray(found.errors), np.asarray(found.layers))
     bad = bad | jnp.any(jnp.isnan(found.errors))

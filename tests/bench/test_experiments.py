@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
-from moonwalk.bench import Request, Task, experiments, methods, networks
-from moonwalk.bench.tasks import record
+from moonwalk.lab.bench import Request, Task, experiments, methods, networks
+from moonwalk.lab.bench.tasks import record
 
 OWN = ("fig2", "fig3", "fig4", "depth", "batch", "pareto")
+OWN += ("engine", "checkpoint", "segments", "fragments", "reversible")
+OTHERS = ("lowering", "certificates", "fused", "isometric")  # which measure in their own way
 REQUESTS = [Request(platform, quick) for platform in ("cpu", "gpu") for quick in (False, True)]
 
 
@@ -23,6 +25,16 @@ def test_tasks_name_what_there_is(name, request_):
             args = (None, type("Types", (), {"shape": (16,)})(), None)
             if not methods.needs_values(task.method):
                 assert methods.differentiate(task.method, lambda *_: None, args)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: f"{r.platform}{'-quick' * r.quick}")
+def test_tasks_differ(name, request_):
+    tasks = experiments.load(name).tasks(request_)
+    assert tasks and len({t.key for t in tasks}) == len(tasks)
+    for task in tasks:
+        assert task.experiment == name
+        assert name == "isometric" or networks.make(task)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +161,81 @@ def test_images_are_learned(tmp_path):
     found = module.measure(task)
     assert found["parameters"] > 0 and found["extra"]["data"] == "bright, first 64 and 32"
     assert [epoch for epoch, _ in found["extra"]["curve"]] == [1, 2]
+
+
+def test_checkpoints_stand_beside_those_by_hand():
+    module = experiments.load("checkpoint")
+    made = [
+        record(
+            task,
+            temp_bytes=2**20 if task.method.startswith("jax") else 2**21,
+            seconds={"median": 1.0, "low": 1.0, "high": 1.0, "runs": 1},
+            gradient_error=0.0,
+        )
+        for task in module.tasks(Request(quick=True))
+    ]
+    tables = module.summary(made)
+    assert [t.title for t in tables][:2] == ["dense, relu, 16 layers", "dense, relu, looped, 16 layers"]
+    assert tables[0].rows[0] == ["block", "exact", 2**21, 2**20, 2.0, 1.0, 1.0, 1.0]
+    assert tables[0].notes == ["Backpropagation: 2,097,152 bytes, 1e+03 ms."]
+    failed = [record(t, status="oom") for t in module.tasks(Request(quick=True))]
+    assert module.summary(failed)[0].rows[0] == ["block", "oom", *[None] * 6]
+
+
+def test_what_one_more_layer_costs():
+    module = experiments.load("engine")
+    tasks = [
+        t for t in module.tasks(Request()) if t.variant == "abs" and not t.settings.get("run", True)
+    ]
+    state = 4 * 256 * 2**14
+    made = [record(t, temp_bytes=state + t.depth * state // 32) for t in tasks]
+    (table,) = module.summary(made)
+    assert table.notes == ["One more layer costs Moonwalk 0.031 of a layer's output."]
+
+
+def test_lowering_is_timed_and_traces_are_counted():
+    module = experiments.load("lowering")
+    task = next(t for t in module.tasks(Request(quick=True)) if t.variant == "relu, looped")
+    found = module.measure(task)
+    assert found["parameters"] == 4 * 8 * 8 and found["extra"]["plan_seconds"] > 0
+    for way in module.WAYS:
+        assert found["extra"]["ways"][way]["seconds"]["median"] > 0
+        assert found["extra"]["ways"][way]["traces"] >= 1
+    (table,) = module.summary([record(task, **found), record(task, status="timeout")])
+    assert table.rows[0][0] == "dense, relu, looped" and table.rows[0][4] > 0
+    assert table.rows[1][2] == "timeout"
+
+
+def test_what_a_step_holds():
+    module = experiments.load("fused")
+    made = [record(t, **module.measure(t)) for t in module.tasks(Request(quick=True))]
+    (table,) = module.summary(made)
+    assert table.rows[0][:3] == ["abs", "adam", 8 * 64 * 64 * 4]
+    assert table.rows[0][3] < table.rows[0][4]
+
+
+@pytest.mark.slow
+def test_certificates_are_timed_in_turns():
+    module = experiments.load("certificates")
+    (task,) = module.tasks(Request(quick=True))
+    found = module.measure(task)
+    assert set(found["extra"]["programs"]) == {"backprop", "ignore", "nan", "raise"}
+    assert found["gradient_error"] < 1e-4
+    (table,) = module.summary([record(task, **found)])
+    assert [row[0] for row in table.rows] == list(module.PROGRAMS)
+
+
+@pytest.mark.slow
+def test_isometric_networks_are_trained_by_both():
+    module = experiments.load("isometric")
+    made = [record(t, **module.measure(t)) for t in module.tasks(Request(quick=True))]
+    (table,) = module.summary(made)
+    assert [row[0] for row in table.rows] == ["moonwalk", "backprop"] and table.rows[0][4] == 1
+    twice = [
+        record(t, extra={"test_accuracy": 0.5 + 0.01 * (t.method == "moonwalk")})
+        for t in module.tasks(Request())
+        if t.depth == 100
+    ]
+    assert module.summary(twice)[0].notes == [
+        "Moonwalk ends +1.00 ± 0.00 points beside backpropagation."
+    ]

@@ -6,7 +6,7 @@ import pytest
 import samples
 from marks import some
 
-from moonwalk.bench import charts, figures, judgement
+from moonwalk.lab.bench import charts, figures, judgement
 
 
 @pytest.mark.parametrize("name", some([r["experiment"] for r in samples.results()], ["fig3", "vijp"]))

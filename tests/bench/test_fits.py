@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moonwalk.bench import fits
+from moonwalk.lab.bench import fits
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 3.0])

@@ -7,7 +7,7 @@ import pytest
 from marks import slow
 
 import moonwalk as mw
-from moonwalk.bench import Task, measuring, methods, worker
+from moonwalk.lab.bench import Task, measuring, methods, worker
 
 TASK = Task("pareto", "dense", "moonwalk", "abs", depth=6, width=4, batch=8, settings={"repeats": 2})
 

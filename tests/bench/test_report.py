@@ -10,8 +10,8 @@ import subprocess
 import pytest
 import samples
 
-from moonwalk.bench import charts, report
-from moonwalk.bench.tasks import Table
+from moonwalk.lab.bench import charts, report
+from moonwalk.lab.bench.tasks import Table
 
 TABLES = {
     "table1": [

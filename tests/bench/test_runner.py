@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from moonwalk.bench import Request, Task, runner
-from moonwalk.bench.store import Store
-from moonwalk.bench.tasks import record
+from moonwalk.lab.bench import Request, Task, runner
+from moonwalk.lab.bench.store import Store
+from moonwalk.lab.bench.tasks import record
 
 TASK = Task("pareto", "dense", "backprop", "abs", depth=2, width=4, batch=4, settings={"repeats": 1})
 HEADER = dict(platform="cpu", device="cpu", jax="1", jaxlib="1", quick=True, commit="a")
@@ -61,7 +61,7 @@ def test_a_record_is_the_last_line(ends):
 
 
 def test_a_process_says_what_happened_to_its_task():
-    from moonwalk.bench import worker
+    from moonwalk.lab.bench import worker
 
     wrong = worker.measure(Task("pareto", "dens", "backprop"), None)
     assert wrong["status"] == "error" and "did you mean 'dense'" in wrong["message"]

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from moonwalk.bench import Task, store
-from moonwalk.bench.tasks import record
+from moonwalk.lab.bench import Task, store
+from moonwalk.lab.bench.tasks import record
 
 HEADER = {"platform": "cpu", "device": "cpu", "jax": "1", "jaxlib": "1", "quick": True, "commit": "a"}
 TASK = Task("fig2", "pyramid", "moonwalk", depth=2)

@@ -8,10 +8,10 @@ import pytest
 import samples
 from marks import some
 
-from moonwalk.bench import growth, methods, phase_one, properties
-from moonwalk.bench.experiments import table1
-from moonwalk.bench.growth import Size
-from moonwalk.bench.tasks import Request, Task
+from moonwalk.lab.bench import growth, methods, phase_one, properties
+from moonwalk.lab.bench.experiments import table1
+from moonwalk.lab.bench.growth import Size
+from moonwalk.lab.bench.tasks import Request, Task
 
 ALL = list(table1.ORDERS)
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from moonwalk.bench import Request, Table, Task, experiments
-from moonwalk.bench.tasks import record
+from moonwalk.lab.bench import Request, Table, Task, experiments
+from moonwalk.lab.bench.tasks import record
 
 TASK = Task("fig2", "pyramid", "moonwalk", "identity", depth=2, width=4, settings={"repeats": 3})
 

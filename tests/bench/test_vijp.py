@@ -4,9 +4,9 @@ import pytest
 import samples
 from marks import some
 
-from moonwalk.bench import operators
-from moonwalk.bench.experiments import vijp
-from moonwalk.bench.tasks import Request, Task
+from moonwalk.lab.bench import operators
+from moonwalk.lab.bench.experiments import vijp
+from moonwalk.lab.bench.tasks import Request, Task
 
 SMALL = operators.Sizes(rows=6, features=8, images=2, side=8, channels=4, length=12)
 NAMES = some(operators.LAYERS, ["dense, triangular", "convolution, identity pivot"])

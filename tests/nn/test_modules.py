@@ -11,7 +11,9 @@ import pytest
 from weights import normal
 
 import moonwalk as mw
-from moonwalk import fragments, graph, nn, registry, staging
+from moonwalk import nn
+from moonwalk.rules import fragments, registry
+from moonwalk.trace import graph, staging
 
 KEY = jax.random.key(0)
 

@@ -4,9 +4,9 @@ import jax
 import pytest
 from cases import CASES, EAGER
 
-from moonwalk import activity, chain, graph, registry, staging
-from moonwalk.partition import POINTWISE
-from moonwalk.rules import calls, control_flow
+from moonwalk.rules import calls, chain, control_flow, registry
+from moonwalk.trace import activity, graph, staging
+from moonwalk.trace.partition import POINTWISE
 
 # Pointwise primitives that no state goes through: comparisons, logic, and what has no derivative.
 WITHOUT_DERIVATIVE = set(

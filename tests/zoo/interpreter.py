@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from moonwalk import compat
+from moonwalk import _jax
 
 HALF = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 GUARDS = {"moonwalk_guard"}
@@ -48,7 +48,7 @@ def program(jaxpr, consts=()):
     slots, start = {}, []
 
     def slot(atom, dtype_of=None):
-        if isinstance(atom, compat.Literal):
+        if isinstance(atom, _jax.Literal):
             start.append(np.asarray(atom.val, atom.aval.dtype))
             return len(start) - 1
         if atom not in slots:
@@ -79,10 +79,10 @@ def step(eqn):
     if name in CONTROL:
         return CONTROL[name](eqn)
     if name in CALLS:
-        jaxpr, consts = compat.called_jaxpr(eqn)
+        jaxpr, consts = _jax.called_jaxpr(eqn)
         return program(jaxpr, consts)
     if name == "custom_vijp_call":
-        return inner(jax.make_jaxpr(eqn.params["call"])(*(compat.struct(v.aval) for v in eqn.invars)))
+        return inner(jax.make_jaxpr(eqn.params["call"])(*(_jax.struct(v.aval) for v in eqn.invars)))
     if name in GUARDS:
         return functools.partial(guard, eqn.params["report"])
     if name in TABLE:
@@ -119,7 +119,7 @@ def by_jax(eqn):
     def run(*args):
         return [
             value(a)
-            for a in compat.bind(
+            for a in _jax.bind(
                 eqn, [jnp.asarray(a) if isinstance(a, np.ndarray | np.generic) else a for a in args]
             )
         ]
@@ -138,11 +138,11 @@ def guard(report, one, bad, *details):
 
 
 def inner(closed):
-    return program(*compat.open_jaxpr(closed))
+    return program(*_jax.open_jaxpr(closed))
 
 
 def scan(eqn):
-    counts, length = compat.scan_counts(eqn), eqn.params["length"]
+    counts, length = _jax.scan_counts(eqn), eqn.params["length"]
     order = range(length)[::-1] if eqn.params["reverse"] else range(length)
     body = inner(eqn.params["jaxpr"])
     stacked = [v.aval for v in eqn.outvars[counts.carry :]]

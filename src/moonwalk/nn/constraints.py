@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .. import compat, settings
-from ..declare import declare
+from .. import _jax, settings
+from ..trace.declare import declare
 from .inputs import checked_raw
 from .qr import q_factor
 
@@ -48,7 +48,7 @@ def orthogonal(raw: Float[Array, "*stack n m"]) -> Float[Array, "*stack n m"]:
             f"orthogonal: {n} rows cannot hold {m} orthonormal columns; give it the transpose, "
             f"[{m}, {n}], and transpose the result"
         )
-    return declare(q_factor(raw.astype(compat.working_dtype(raw.dtype))), "orthogonal")
+    return declare(q_factor(raw.astype(_jax.working_dtype(raw.dtype))), "orthogonal")
 
 
 def bounded(raw: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -175,7 +175,7 @@ def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[A
     """
     checked_raw("spectral_bound", w)
     settings.count("spectral_bound", "squarings", squarings, 0)
-    w = w.astype(compat.working_dtype(w.dtype))
+    w = w.astype(_jax.working_dtype(w.dtype))
     largest = jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True)
     size = lax.stop_gradient(jnp.where(largest > 0, largest, 1))  # the bound does not depend on it
     w = w / size

@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..custom import custom_vijp
+from ..operator.custom_vijp import custom_vijp
 
 
 class Coupling(eqx.Module):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .. import compat, settings
+from .. import _jax, settings
 from .inputs import checked
 
 
@@ -43,7 +43,7 @@ class GroupNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "..."], *, key: Array | None = None) -> Float[Array, "..."]:
         checked("GroupNorm", x, self.dims, self.scale.size)
-        grouped = x.reshape((*x.shape[:-1], self.groups, -1)).astype(compat.working_dtype(x.dtype))
+        grouped = x.reshape((*x.shape[:-1], self.groups, -1)).astype(_jax.working_dtype(x.dtype))
         axes = (*range(-2 - self.dims, -2), -1)
         centred = grouped - jnp.mean(grouped, axes, keepdims=True)
         variance = jnp.mean(centred**2, axes, keepdims=True)

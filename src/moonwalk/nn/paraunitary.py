@@ -46,7 +46,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .. import settings
-from ..declare import declare
+from ..trace.declare import declare
 from .constraints import orthogonal
 from .inputs import checked_raw
 

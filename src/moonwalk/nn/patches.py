@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .. import settings
-from ..declare import declare
+from ..trace.declare import declare
 from . import constraints
 from .inputs import checked, convolve
 

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import chain, compat, graph, staging
-from ..chain import Chain, combined
-from ..compat import Literal
+from .. import _jax
+from .._jax import Literal
 from ..errors import NotSubmersiveError
-from ..graph import Block
-from ..linearity import is_linear
-from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
+from ..trace import graph, staging
+from ..trace.graph import Block
+from ..trace.linearity import is_linear
+from . import chain
+from .chain import Chain, combined
+from .registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 
 
 class Tangents(NamedTuple):
@@ -37,7 +39,7 @@ def _trace_tangents(block: Block) -> Tangents | Verdict:
     x, operands = block.structs()
     k = len(x)
     outputs = tuple(graph.struct(v) for v in block.outputs)
-    backward = block.eqn.primitive is compat.custom_vjp_call_p
+    backward = block.eqn.primitive is _jax.custom_vjp_call_p
 
     def forward_program(*args: Any) -> Any:
         t, x, operands = args[:k], args[k : 2 * k], args[2 * k :]
@@ -97,7 +99,7 @@ def _has_linear_backward(block: Block) -> bool:
     return is_linear(jaxpr.eqns, jaxpr.invars[:n], jaxpr.outvars)
 
 
-@register_vijp(compat.custom_jvp_call_p, compat.custom_vjp_call_p)
+@register_vijp(_jax.custom_jvp_call_p, _jax.custom_vjp_call_p)
 class OwnDerivative(Rule):
     """The vijp of the linear program that the function's own rule defines."""
 
@@ -112,7 +114,7 @@ class OwnDerivative(Rule):
 
     def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
         tangents = _checked(block)
-        t = [compat.full(v.aval, 0.0) for v in block.inputs]
+        t = [_jax.full(v.aval, 0.0) for v in block.inputs]
         env = dict(zip(tangents.jaxpr.constvars, tangents.consts, strict=True))
         env.update(zip(tangents.jaxpr.invars, [*t, *x, *operands], strict=True))
         _, tape = tangents.chain.forward(env)

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import chain, compat, graph, staging
-from ..chain import Chain, combined
-from ..compat import Literal
+from .. import _jax
+from .._jax import Literal
 from ..errors import NotSubmersiveError
-from ..graph import Block
-from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
+from ..trace import graph, staging
+from ..trace.graph import Block
+from . import chain
+from .chain import Chain, combined
+from .registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 
 
 class Body(NamedTuple):
@@ -28,7 +30,7 @@ class Body(NamedTuple):
     jaxpr: Any
     consts: tuple[Any, ...]
     chain: Chain
-    counts: compat.ScanCounts
+    counts: _jax.ScanCounts
     active: tuple[int, ...]  # which carries are the state
 
     def env(self, consts: Sequence[Any], carry: Sequence[Any] | None, xs: Sequence[Any]) -> dict:
@@ -53,7 +55,7 @@ def _body(block: Block) -> Body | Verdict:
 
 def _build_body(block: Block) -> Body | Verdict:
     eqn = block.eqn
-    counts = compat.scan_counts(eqn)
+    counts = _jax.scan_counts(eqn)
     num_consts, num_carry = counts
     positions = _state_positions(block)
     carries = range(num_consts, num_consts + num_carry)
@@ -78,7 +80,7 @@ def _build_body(block: Block) -> Body | Verdict:
         )
     active = tuple(i - num_consts for i in positions)
     closed = eqn.params["jaxpr"]
-    inner, _ = compat.open_jaxpr(closed)
+    inner, _ = _jax.open_jaxpr(closed)
     structs = [graph.struct(v) for v in inner.invars]
     jaxpr, consts = staging.flatten_calls(closed, structs)
     in_carry = jaxpr.invars[num_consts : num_consts + num_carry]
@@ -182,8 +184,7 @@ class Scan(Rule):
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
         body, length = _checked(block), block.eqn.params["length"]
         if operands is None:
-            layer = combined([link.rule.gain(link.block) for link in body.chain.links])
-            return Gain(layer.factor**length, layer.mixes)
+            return combined([link.rule.gain(link.block) for link in body.chain.links]).over(length)
         consts, _, xs = self._operands(block, body, operands, None)
         return combined(
             [

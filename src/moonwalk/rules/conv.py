@@ -28,20 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import compat
-from ..fragments import Ask, Fragmental, Place
-from ..graph import Block
-from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
+from .. import _jax
+from ..trace.graph import Block
 from . import pivot, separators, spans, windows
-from .kernels import (
-    Geometry,
-    canonical,
-    declared_of,
-    geometry_of,
-    like_weight,
-    structure_of,
-    unsuited,
-)
+from .fragments import Ask, FragmentRule, Place
+from .kernels import Geometry, canonical, declared_of, geometry_of, like_weight, structure_of, unsuited
+from .registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 from .windows import Plan
 
 
@@ -163,7 +155,7 @@ class Convolution(Rule):
         norm = jnp.linalg.norm(v)
         return float(jnp.linalg.norm(solved) / norm * jnp.linalg.norm(applied) / norm)
 
-    def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
+    def fragmented(self, block: Block, ask: Ask) -> Iterator[FragmentRule]:
         if unsuited(block) is None:
             yield from _expanding(block)
             # Those that keep least first, counting the anchors that gains ask for.
@@ -230,17 +222,17 @@ def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
 # --- channels that expand ---------------------------------------------------------------------------
 
 
-def _expanding(block: Block) -> Iterator[Fragmental]:
+def _expanding(block: Block) -> Iterator[FragmentRule]:
     """What serves a convolution that only lacks equations for its channels, in parallel windows."""
     plan, geometry = _pivots(block), geometry_of(block)
     if not isinstance(plan, Plan) or not plan.parallel or geometry.m_out <= plan.pivots * geometry.m:
         return
-    if geometry.numbers.out_spec[1] not in compat.sharded_axes(block.outputs[0].aval):
+    if geometry.numbers.out_spec[1] not in _jax.sharded_axes(block.outputs[0].aval):
         yield Expanding()
 
 
 @dataclass(frozen=True)
-class Expanding(Fragmental):
+class Expanding(FragmentRule):
     """More output channels than a parallel pivot has equations: keeps h' Q₂ of every window."""
 
     name = "expanding convolution"

@@ -27,17 +27,18 @@ import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
-from .. import compat, graph, staging
-from ..compat import Literal
+from .. import _jax
+from .._jax import Literal
 from ..errors import SingularError
-from ..graph import Block
-from ..linearity import is_linear
-from ..partition import POINTWISE
-from ..registry import Alarm, Gain, Rule, State, Verdict, pull_back_units, register_region
+from ..trace import graph, staging
+from ..trace.graph import Block
+from ..trace.linearity import is_linear
+from ..trace.partition import POINTWISE
 from . import predicates
 from .predicates import TIE
+from .registry import Alarm, Gain, Rule, State, Verdict, pull_back_units, register_region
 
-_OWN_DERIVATIVE = {compat.custom_jvp_call_p, compat.custom_vjp_call_p}
+_OWN_DERIVATIVE = {_jax.custom_jvp_call_p, _jax.custom_vjp_call_p}
 _LEAKY = (
     "use an activation whose derivative never vanishes: jax.nn.leaky_relu, jnp.abs, or MaxMin; "
     "or keep this cotangent instead of recovering it"
@@ -111,7 +112,7 @@ class Elementwise(Rule):
         if not operands:
             probe = _probe(_checked(block), _known_numbers(block))
         else:
-            known = [compat.concrete(o) for o in operands]
+            known = [_jax.concrete(o) for o in operands]
             values = [None if a is None else a.astype(np.float64) for a in known]
             probe = _evaluate_probe(_checked(block), values)
         return Gain(probe.gain, mixes=False, reason=TIE if probe.singular_at_ties else "")
@@ -222,7 +223,7 @@ def _sum(terms: Sequence[Any]) -> Any:
 def _stacked(rows: Sequence[State]) -> Any:
     """[..., k', k] in at least float32."""
     matrix = jnp.stack([jnp.stack(row, -1) for row in rows], -2)
-    return matrix.astype(compat.working_dtype(matrix.dtype))
+    return matrix.astype(_jax.working_dtype(matrix.dtype))
 
 
 def _least_squares(rows: Sequence[State], h: State) -> State:
@@ -261,8 +262,8 @@ def _checked(block: Block) -> Program:
 def _derivative_program(block: Block) -> Program | None:
     x, operands = block.structs()
     # a custom_vjp has no forward derivative
-    backward = any(e.primitive is compat.custom_vjp_call_p for e in block.eqns)
-    seeds = [compat.struct(v.aval) for v in block.outputs] if backward else x
+    backward = any(e.primitive is _jax.custom_vjp_call_p for e in block.eqns)
+    seeds = [_jax.struct(v.aval) for v in block.outputs] if backward else x
     k = len(x)
 
     def forward_program(*args: Any) -> Any:
@@ -308,11 +309,11 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
         if not touched:
             continue
         same_shape = all(v.aval.shape == shape for v in (*touched, *eqn.outvars))
-        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p, *compat.PLACING) or (
+        layout_only = eqn.primitive in (lax.broadcast_in_dim_p, lax.squeeze_p, *_jax.PLACING) or (
             eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
         )
         if not same_shape or not (
-            eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p or layout_only
+            eqn.primitive in POINTWISE or eqn.primitive is _jax.add_jaxvals_p or layout_only
         ):
             return False
         carries.update(eqn.outvars)
@@ -373,12 +374,12 @@ def needed_for(eqns: Sequence[Any], wanted: Sequence[Any], known: Any = ()) -> l
 
 def _compact_form(block: Block) -> _Compact | None:
     """The Jacobian's entries as a jaxpr cut at its booleans, or None where it needs more than those."""
-    if any(e.primitive is compat.custom_vjp_call_p for e in block.eqns):
+    if any(e.primitive is _jax.custom_vjp_call_p for e in block.eqns):
         return None
     x, operands = block.structs()
     k = len(x)
     shapes = {v.aval.shape for v in (*block.inputs, *block.outputs)}
-    if len(shapes) != 1 or any(compat.has_effects(e) for e in block.eqns):
+    if len(shapes) != 1 or any(_jax.has_effects(e) for e in block.eqns):
         return None
 
     def entries(*args: Any) -> list[Any]:
@@ -541,7 +542,7 @@ class _Knots:
         on_unknown |= {
             v
             for v, c in zip(jaxpr.constvars, self.program.consts, strict=True)
-            if compat.concrete(c) is None
+            if _jax.concrete(c) is None
         }
         for eqn in jaxpr.eqns:
             read = {v for v in eqn.invars if not isinstance(v, Literal)}
@@ -686,7 +687,7 @@ def _drawn(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 # What becomes one number per entry again if its input is one.
-_HANDING_ON = compat.SAME_VALUES | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
+_HANDING_ON = _jax.SAME_VALUES | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
 
 
 def _pointwise(
@@ -704,10 +705,10 @@ def _pointwise(
     jaxpr = program.jaxpr
     taken = slice(None) if slots is None else slots
     size = len(args[0])
-    with compat.evaluated_now(), jax.debug_nans(False):
+    with _jax.evaluated_now(), jax.debug_nans(False):
         env: dict[Any, Any] = {}
         for i, (var, const) in enumerate(zip(jaxpr.constvars, program.consts, strict=True)):
-            known, rng = compat.concrete(const), np.random.default_rng([3, i])
+            known, rng = _jax.concrete(const), np.random.default_rng([3, i])
             env[var] = (_samples(var.aval, rng) if known is None else _drawn(known, rng))[taken]
         env.update((v, jnp.asarray(a, v.aval.dtype)) for v, a in zip(jaxpr.invars, args, strict=True))
 
@@ -717,8 +718,8 @@ def _pointwise(
 
         places = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         for eqn in _needed(jaxpr):
-            if eqn.primitive in POINTWISE or eqn.primitive is compat.add_jaxvals_p:
-                found = compat.bind_now(eqn, [read(v) for v in eqn.invars])
+            if eqn.primitive in POINTWISE or eqn.primitive is _jax.add_jaxvals_p:
+                found = _jax.bind_now(eqn, [read(v) for v in eqn.invars])
                 env.update(zip(eqn.outvars, found, strict=True))
             elif eqn.primitive in _HANDING_ON:
                 env[eqn.outvars[0]] = read(eqn.invars[0])

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import lineax as lx
 from jax.flatten_util import ravel_pytree
 
-from .. import compat
+from .. import _jax
 from ..errors import SingularError
-from ..graph import Block
-from ..registry import Alarm, Gain, Rule, State, Verdict, cast_like_outputs, random_cotangents
+from ..trace.graph import Block
+from .registry import Alarm, Gain, Rule, State, Verdict, cast_like_outputs, random_cotangents
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MatrixFree(Rule):
         like = _zeros(block)
         u = random_cotangents(block)
         found, converged = self.solve(kept, kept(u), like)
-        wide = [ravel_pytree(s)[0].astype(compat.working_dtype(like[0].dtype)) for s in (found, u)]
+        wide = [ravel_pytree(s)[0].astype(_jax.working_dtype(like[0].dtype)) for s in (found, u)]
         error = jnp.linalg.norm(wide[0] - wide[1]) / jnp.linalg.norm(wide[1])
         limit = float(jnp.finfo(like[0].dtype).eps) ** 0.5
         return [
@@ -100,4 +100,4 @@ class MatrixFree(Rule):
 
 
 def _zeros(block: Block) -> State:
-    return tuple(compat.full(v.aval, 0.0) for v in block.outputs)
+    return tuple(_jax.full(v.aval, 0.0) for v in block.outputs)

@@ -27,13 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .. import compat
-from ..chain import is_declared_isometric
-from ..declare import tolerance
+from .. import _jax
 from ..errors import DeclarationError, SingularError
-from ..fragments import Ask, Fragmental, Place
-from ..graph import Block
-from ..registry import (
+from ..trace.declare import tolerance
+from ..trace.graph import Block
+from .chain import is_declared_isometric
+from .fragments import Ask, FragmentRule, Place
+from .kernels import geometry_of
+from .registry import (
     Alarm,
     Gain,
     Rule,
@@ -44,7 +45,6 @@ from ..registry import (
     random_cotangents,
     register_region,
 )
-from .kernels import geometry_of
 from .windows import Axis
 
 
@@ -95,7 +95,7 @@ class Isometry(_Orthonormal):
         del factors
         return _alarms(block, kept, random_cotangents(block))
 
-    def fragmented(self, block: Block, ask: Ask) -> Iterator[Fragmental]:
+    def fragmented(self, block: Block, ask: Ask) -> Iterator[FragmentRule]:
         del ask
         if _is_cut(block):
             yield Edges()
@@ -126,7 +126,7 @@ def _cuts(block: Block) -> str:
 
 
 @dataclass(frozen=True)
-class Edges(_Orthonormal, Fragmental):
+class Edges(_Orthonormal, FragmentRule):
     """Windows that padding cuts off: keeps h' there.
 
     The edges are cut into strips, the first and the last windows along each axis; of each, the axes
@@ -176,7 +176,7 @@ class Edges(_Orthonormal, Fragmental):
 
 def _pullback(block: Block, operands: Sequence[Any]) -> Any:
     """h' ↦ h' J, at any state: the map is linear."""
-    x = [compat.full(v.aval, 0.0) for v in block.inputs]
+    x = [_jax.full(v.aval, 0.0) for v in block.inputs]
     return jax.vjp(lambda *x: block(x, operands), *x)[1]
 
 
@@ -201,4 +201,4 @@ def _alarms(block: Block, pullback: Any, u: State, where: str = "") -> list[Alar
 
 
 def _norm(arrays: Any) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(compat.working_dtype(a.dtype)))) for a in arrays))
+    return jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(_jax.working_dtype(a.dtype)))) for a in arrays))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph import Block
-from ..registry import Verdict
+from ..trace.graph import Block
+from .registry import Verdict
 from .windows import Axis
 
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .. import compat
-from ..compat import Literal
-from ..fragments import Fragmental, Place
-from ..graph import Block
-from ..registry import Alarm, Gain, Rule, State, Verdict, register_vijp
+from .. import _jax
+from .._jax import Literal
+from ..trace.graph import Block
 from . import pivot
+from .fragments import FragmentRule, Place
+from .registry import Alarm, Gain, Rule, State, Verdict, register_vijp
 
 
 class Layout(NamedTuple):
@@ -106,7 +106,7 @@ def _as_output(layout: Layout, block: Block, rows: Any) -> Any:
 def _out_sharding(layout: Layout, block: Block) -> Any:
     """The output's sharding, where rows are the output as it lies."""
     in_place = layout.state_first and not layout.x_batch and len(layout.w_out) == 1
-    return compat.explicit_sharding(block.outputs[0].aval) if in_place else None
+    return _jax.explicit_sharding(block.outputs[0].aval) if in_place else None
 
 
 @register_vijp(lax.dot_general_p)
@@ -181,7 +181,7 @@ class Dense(Rule):
         dtype = layout.weight.aval.dtype
         return pivot.alarms(factors, _structure(block, layout), dtype, weight)
 
-    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+    def fragmented(self, block: Block, ask: Any) -> Iterator[FragmentRule]:
         if self.verdict(block).submersive is False and not _splits_out(block, _layout(block)):
             yield Expanding()
 
@@ -190,11 +190,11 @@ def _splits_out(block: Block, layout: Layout) -> bool:
     """Whether the output's features lie on several devices: no row of h' is on any of them."""
     first = len(layout.x_batch) + (len(layout.x_free) if layout.state_first else 0)
     own = range(first, first + len(layout.w_out))
-    return any(a in own for a in compat.sharded_axes(block.outputs[0].aval))
+    return any(a in own for a in _jax.sharded_axes(block.outputs[0].aval))
 
 
 @dataclass(frozen=True)
-class Expanding(Fragmental):
+class Expanding(FragmentRule):
     """A dense layer with more outputs than inputs: keeps h' Q₂."""
 
     name = "expanding dense"

@@ -33,10 +33,10 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
-from .. import compat
-from ..declare import allowed_defect, defect
+from .. import _jax
 from ..errors import DeclarationError, SingularError
-from ..registry import Alarm, Gain
+from ..trace.declare import allowed_defect, defect
+from .registry import Alarm, Gain
 
 
 class Factors(NamedTuple):
@@ -60,9 +60,9 @@ def factorise(
 ) -> Factors:
     """The left inverse of a pivot [in, out], out ≤ in, of a weight."""
     out = matrix.shape[-1]
-    part, matrix = matrix, compat.gathered(matrix)
+    part, matrix = matrix, _jax.gathered(matrix)
     off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
-    matrix = matrix.astype(compat.working_dtype(matrix.dtype))
+    matrix = matrix.astype(_jax.working_dtype(matrix.dtype))
     square = matrix[..., :out, :]
     if structure == "orthogonal":
         inverse = jnp.swapaxes(part.astype(matrix.dtype), -1, -2)  # a product: it stays where it is
@@ -91,9 +91,9 @@ def expand(
     matrix: Float[Array, "*batch in out"], structure: str | None, weight: Float[Array, "..."]
 ) -> Cokernel:
     """The pseudo-inverse of a matrix [in, out], in < out, of a weight, and a basis of its cokernel."""
-    matrix = compat.gathered(matrix)
+    matrix = _jax.gathered(matrix)
     off = defect(matrix, structure) if structure else jnp.zeros(matrix.shape[:-2], matrix.dtype)
-    matrix = matrix.astype(compat.working_dtype(matrix.dtype))
+    matrix = matrix.astype(_jax.working_dtype(matrix.dtype))
     rows, columns = matrix.shape[-2:]
     q, r = jnp.linalg.qr(jnp.swapaxes(matrix, -1, -2), mode="complete")
     r = r[..., :rows, :]
@@ -140,7 +140,7 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
         return Gain(1.0, mixes=True)
     if matrix is None:
         return Gain(1.0, mixes=False, assumed=True) if structure == "diagonal" else Gain.unknown()
-    matrix = matrix.astype(compat.working_dtype(matrix.dtype))
+    matrix = matrix.astype(_jax.working_dtype(matrix.dtype))
     rows, out = matrix.shape[-2:]
     if structure == "diagonal":
         d = jnp.diagonal(matrix[..., :out, :], axis1=-2, axis2=-1)
@@ -167,10 +167,10 @@ def probe(matrix: Float[Array, "*batch in out"], structure: str) -> Float[Array,
     Zeros are looked at one by one. Orthogonality shows on random vectors v of signs: with
     E = MᵀM − I, E ‖E v‖² = ‖E‖_F², so that ‖E v‖ / ‖v‖ ≥ ‖E‖₂ / √n is measured, on average.
     """
-    matrix = compat.gathered(matrix)
+    matrix = _jax.gathered(matrix)
     if structure != "orthogonal":
         return jnp.max(defect(matrix, structure), initial=0).astype(jnp.float32)
-    wide = matrix.astype(compat.working_dtype(matrix.dtype))
+    wide = matrix.astype(_jax.working_dtype(matrix.dtype))
     # Contracted as it lies: a transposed copy would be as large as the weights of all layers.
     once, twice = ("...io,ok->...ik", "...io,...ik->...ok")
     if matrix.shape[-2] < matrix.shape[-1]:

@@ -21,10 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from .. import compat
+from .. import _jax
 from ..errors import SingularError
-from ..graph import Block
-from ..registry import (
+from ..trace.graph import Block
+from . import windows
+from .predicates import TIE
+from .registry import (
     Alarm,
     Gain,
     Rule,
@@ -36,8 +38,6 @@ from ..registry import (
     register_region,
     register_vijp,
 )
-from . import windows
-from .predicates import TIE
 from .windows import Axis, Plan
 
 
@@ -50,7 +50,7 @@ class DisjointRows(Rule):
 
     def _norms(self, block: Block, kept: Any) -> tuple[Any, Any]:
         (rows,) = pull_back_ones(block, kept)
-        rows = rows.astype(compat.working_dtype(rows.dtype))
+        rows = rows.astype(_jax.working_dtype(rows.dtype))
         return rows, self.reduce(block, rows * rows)
 
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
@@ -268,7 +268,7 @@ class SumPooling(Pooling):
             return super().vijp(block, factors, kept, h)
         plan = self._plan(axes)
         assert isinstance(plan, Plan)
-        h0 = h[0].astype(compat.working_dtype(h[0].dtype))
+        h0 = h[0].astype(_jax.working_dtype(h[0].dtype))
         # Each axis offers several pivot rows; the mean over them is their least-squares solution.
         rows, strides = plan.pivot_rows(h0, range(h0.ndim))
         solved = self._mean_over_taps(plan, rows, strides)

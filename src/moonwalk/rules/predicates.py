@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..compat import JaxprEqn, Literal
+from .._jax import JaxprEqn, Literal
 
 # Why a walk does not pass a block whose Jacobian is singular there.
 TIE = (

@@ -47,12 +47,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import compat
-from ..fragments import Ask, Fragmental, Place
-from ..graph import Block
-from ..registry import Alarm, Gain, State
+from .. import _jax
+from ..trace.graph import Block
 from . import pivot
+from .fragments import Ask, FragmentRule, Place
 from .kernels import Geometry, canonical, geometry_of
+from .registry import Alarm, Gain, State
 
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -74,19 +74,19 @@ _ANEW = 0.1
 _ROUNDING = 64
 
 
-def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
+def ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
     """Those that keep less than spans can, least first."""
     return _ways(block, ask, _LONG, _QUARTER)
 
 
-def short_ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
+def short_ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
     """Those that keep no more than the shortest spans do."""
     return _ways(block, ask, _SHORT, _HALF)
 
 
-def _ways(block: Block, ask: Ask, lengths: Sequence[int], budget: float) -> Iterator[Fragmental]:
+def _ways(block: Block, ask: Ask, lengths: Sequence[int], budget: float) -> Iterator[FragmentRule]:
     geometry = geometry_of(block)
-    if ask.wish is not None or not _is_centred(geometry):
+    if ask.requested is not None or not _is_centred(geometry):
         return
     blocks = -(-geometry.axes[0].out // _half(geometry))
     for times in lengths:
@@ -167,7 +167,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Separators(Fragmental):
+class Separators(FragmentRule):
     """The first block of every span, or nothing, and (*) for the others."""
 
     name = "separators"
@@ -223,8 +223,8 @@ class Separators(Fragmental):
         if operands is None:
             return Gain.unknown()
         w = operands[block.operands.index(block.eqn.invars[1])]
-        kernel = compat.gathered(canonical(geometry_of(block), w))
-        kernel = kernel.astype(compat.working_dtype(kernel.dtype))
+        kernel = _jax.gathered(canonical(geometry_of(block), w))
+        kernel = kernel.astype(_jax.working_dtype(kernel.dtype))
         # Where the centre tap alone is worse, there is no need to look further.
         most = self._largest_gain()
         if not float(_centre_gain(kernel)) <= most:
@@ -284,8 +284,8 @@ def _unblocked(grid: Grid, h: Any) -> Any:
 
 def factorise(grid: Grid, kernel: Any, weight: Any) -> Factors:
     """All levels, of a kernel [k, g, m, m]."""
-    kernel = compat.gathered(kernel)
-    kernel = kernel.astype(compat.working_dtype(kernel.dtype))
+    kernel = _jax.gathered(kernel)
+    kernel = kernel.astype(_jax.working_dtype(kernel.dtype))
     lower, centre, upper = blocks_of(kernel)
     quality: list[pivot.Factors] = []
 

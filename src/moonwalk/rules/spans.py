@@ -42,12 +42,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import compat
-from ..fragments import Ask, Fragmental, Place
-from ..graph import Block
-from ..registry import Alarm, Gain, State
+from .. import _jax
+from ..trace.graph import Block
 from . import pivot, windows
+from .fragments import Ask, FragmentRule, Place
 from .kernels import Geometry, canonical, geometry_of, structure_of
+from .registry import Alarm, Gain, State
 from .windows import Axis, AxisPlan
 
 PRODUCT = 6  # how many windows are restored by one product: all of a span of 8 with three taps
@@ -152,7 +152,7 @@ def declared_tap(axis: Axis) -> int | None:
     return None if line is None else line.taps[0]
 
 
-def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
+def ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
     """Larger spans first; of those that a user asked for, the one."""
     geometry, structure = geometry_of(block), structure_of(block)
     if geometry.m_out > geometry.m or len(geometry.axes) > 3:
@@ -165,15 +165,15 @@ def ways(block: Block, ask: Ask) -> Iterator[Fragmental]:
             return
         found.append(line)
     reach = max(x.reach for x in found)
-    if ask.wish is not None:
+    if ask.requested is not None:
         for line in found:
-            if line.reach and ask.wish.span <= line.reach:
+            if line.reach and ask.requested.span <= line.reach:
                 raise ValueError(
-                    f"Fragment(span={ask.wish.span}): the convolution at "
-                    f"{compat.source_line(block.eqn)} has {line.reach + 1} taps along an axis and keeps "
+                    f"Fragment(span={ask.requested.span}): the convolution at "
+                    f"{_jax.source_line(block.eqn)} has {line.reach + 1} taps along an axis and keeps "
                     f"{line.reach} slices of every span; take a span of at least {line.reach + 1}"
                 )
-        yield Spans(_with_span(found, ask.wish.span), ask.wish.stagger, ask.slope, asked=True)
+        yield Spans(_with_span(found, ask.requested.span), ask.requested.stagger, ask.slope, asked=True)
         return
     # A grid that moves needs room: tiles hang over the edges.
     room = min((x.out for x in found if x.reach), default=0) // (1 if len(found) == 1 else 2)
@@ -209,7 +209,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spans(Fragmental):
+class Spans(FragmentRule):
     """Fragments on a grid of spans."""
 
     name = "spans"
@@ -265,7 +265,7 @@ class Spans(Fragmental):
         geometry = geometry_of(block)
         w = operands[block.operands.index(block.eqn.invars[1])]
         kernel = canonical(geometry, w)
-        kernel = kernel.astype(compat.working_dtype(kernel.dtype))
+        kernel = kernel.astype(_jax.working_dtype(kernel.dtype))
         structure = structure_of(block)
         found = float(growth(self.lines, self.stagger, structure, self.slope, kernel))
         return Gain(max(1.0, found), mixes=True, lasting=self._lasting)

@@ -33,15 +33,17 @@ import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
-from .. import compat, graph, staging
-from ..activity import active_variables
-from ..compat import JaxprEqn, Literal
+from .. import _jax
+from .._jax import JaxprEqn, Literal
 from ..errors import SingularError
-from ..fragments import Fragmental, Place
-from ..graph import Block
-from ..linearity import is_linear
-from ..partition import POINTWISE
-from ..registry import (
+from ..trace import graph, staging
+from ..trace.activity import active_variables
+from ..trace.graph import Block
+from ..trace.linearity import is_linear
+from ..trace.partition import POINTWISE
+from .elementwise import needed_for
+from .fragments import FragmentRule, Place
+from .registry import (
     Alarm,
     Gain,
     Rule,
@@ -51,7 +53,6 @@ from ..registry import (
     pull_back_ones,
     register_region,
 )
-from .elementwise import needed_for
 
 _KEEP = (
     "moonwalk.value_and_grad keeps those numbers; for a vijp, leave the normalisation out, or keep "
@@ -89,7 +90,7 @@ class Statistics(Rule):
 
 
 @dataclass(frozen=True)
-class Normalisation(Fragmental):
+class Normalisation(FragmentRule):
     """Keeps what the statistics see of the output's cotangent."""
 
     name = "normalisation"
@@ -124,10 +125,10 @@ class Normalisation(Fragmental):
         pull_f, pull_s = kept.args
         (d,), _ = pull_back_ones(block, pull_f)
         (seen,) = pull_s(tuple(fragment))
-        wide = compat.working_dtype(d.dtype)
+        wide = _jax.working_dtype(d.dtype)
         solved = (h[0].astype(wide) - seen.astype(wide)) / d.astype(wide)
         for eqn in _checked(block).moves:
-            (solved,) = compat.bind(eqn, [solved])
+            (solved,) = _jax.bind(eqn, [solved])
         return cast_like_outputs(block, (solved,))
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
@@ -237,7 +238,7 @@ def _find_cut(block: Block) -> Cut | None:
     (x,), (y,) = block.inputs, block.outputs
     real = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (x, y))
     same_size = x.aval.size == y.aval.size > 1
-    if not real or not same_size or any(map(compat.has_effects, block.eqns)):
+    if not real or not same_size or any(map(_jax.has_effects, block.eqns)):
         return None
     small = _small_values(block.eqns, x, y)
     after = needed_for(block.eqns, [y], known=small)
@@ -336,7 +337,7 @@ def _move(eqn: JaxprEqn) -> Move | None:
     if eqn.primitive is lax.transpose_p:
         return tuple(eqn.params["permutation"]), shape
     plain = eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
-    if plain or eqn.primitive in (lax.squeeze_p, lax.broadcast_in_dim_p, *compat.PLACING):
+    if plain or eqn.primitive in (lax.squeeze_p, lax.broadcast_in_dim_p, *_jax.PLACING):
         return None, shape
     return None
 
@@ -369,12 +370,12 @@ class _Diagonal(NamedTuple):
     def known(self, operands: Sequence[Any]) -> dict[Any, Any] | None:
         """The values of the operands that it needs, by variable; None where one is not at hand."""
         variables = self.jaxpr.invars[len(self.jaxpr.invars) - len(operands) :]
-        values = {variables[i]: compat.concrete(operands[i]) for i in self.operands}
+        values = {variables[i]: _jax.concrete(operands[i]) for i in self.operands}
         return None if any(a is None for a in values.values()) else values
 
     def at_ones(self, known: dict[Any, Any]) -> np.ndarray:
         """D with ones for the statistics: what the operands make of it."""
-        with compat.evaluated_now(), jax.debug_nans(False):
+        with _jax.evaluated_now(), jax.debug_nans(False):
             env: dict[Any, Any] = {
                 v: jnp.ones(v.aval.shape, v.aval.dtype) for v in self.jaxpr.invars[1:]
             }
@@ -382,7 +383,7 @@ class _Diagonal(NamedTuple):
             env.update((v, jnp.asarray(a)) for v, a in known.items())
             for eqn in self.eqns:
                 inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-                env.update(zip(eqn.outvars, compat.bind_now(eqn, inputs), strict=True))
+                env.update(zip(eqn.outvars, _jax.bind_now(eqn, inputs), strict=True))
             return np.asarray(graph.read(env, self.jaxpr.outvars[0]), np.float64)
 
 

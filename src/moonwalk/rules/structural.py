@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import compat
-from ..compat import JaxprEqn, Literal
-from ..fragments import Fragmental, Place
-from ..graph import Block
-from ..partition import MOVING
-from ..registry import (
+from .. import _jax
+from .._jax import JaxprEqn, Literal
+from ..trace.graph import Block
+from ..trace.partition import MOVING
+from .fragments import FragmentRule, Place
+from .registry import (
     Gain,
     Rule,
     State,
@@ -69,8 +69,8 @@ def _repeated(eqn: JaxprEqn) -> bool:
     lax.dynamic_slice_p,
     lax.device_put_p,
     lax.optimization_barrier_p,
-    *compat.PLACING,
-    *(getattr(lax, name) for name in ("unstack_p",) if hasattr(lax, name)),
+    *_jax.PLACING,
+    lax.unstack_p,
 )
 class Rearrangement(Selection):
     """A permutation, or a choice of distinct entries, whatever the parameters."""
@@ -96,8 +96,8 @@ class Sorting(Selection):
 
 @register_vijp(
     lax.broadcast_in_dim_p,
-    *(getattr(lax, n) for n in ("tile_p",) if hasattr(lax, n)),
-    *({compat.pvary_p} - {None}),
+    lax.tile_p,
+    *({_jax.pvary_p} - {None}),
 )
 class Broadcast(Selection):
     """Only new axes of length one: anything else repeats entries, in the array or over devices."""
@@ -105,7 +105,7 @@ class Broadcast(Selection):
     name = "broadcast"
 
     def verdict(self, block: Block) -> Verdict:
-        if block.eqn.primitive is compat.pvary_p:
+        if block.eqn.primitive is _jax.pvary_p:
             axes = ", ".join(map(repr, block.eqn.params["axes"]))
             return Verdict(
                 False,
@@ -147,14 +147,14 @@ class Pad(Selection):
             "give the padding to the convolution itself, which may be submersive with it",
         )
 
-    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+    def fragmented(self, block: Block, ask: Any) -> Iterator[FragmentRule]:
         spread = any(interior for *_, interior in _padding(block))
         if self.verdict(block).submersive is False and not spread:
             yield Border()
 
 
 @dataclass(frozen=True)
-class Border(Fragmental):
+class Border(FragmentRule):
     """A pad (a shift is one, too): keeps h' on what it adds.
 
     Along an axis of n entries, y[j] = x[j - low] for the j from `start` to `stop` where there is such an
@@ -213,7 +213,7 @@ def _joined(parts: Sequence[Any], axis: int) -> Any:
     return lax.concatenate([p for p in parts if p is not None], axis)
 
 
-@register_vijp(lax.concatenate_p, *(getattr(lax, n) for n in ("stack_p",) if hasattr(lax, n)))
+@register_vijp(lax.concatenate_p, lax.stack_p)
 class Concatenation(Selection):
     """Independent parts side by side."""
 
@@ -233,7 +233,7 @@ class Concatenation(Selection):
             )
         return Verdict(True, "joins independent parts")
 
-    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+    def fragmented(self, block: Block, ask: Any) -> Iterator[FragmentRule]:
         yield from _copies(block)
 
 
@@ -314,7 +314,7 @@ class SelectionRegion(Selection):
             return Verdict(None, "its indices are not known while tracing", "use static indices")
         return _judge_indices(block, known)
 
-    def fragmented(self, block: Block, ask: Any) -> Iterator[Fragmental]:
+    def fragmented(self, block: Block, ask: Any) -> Iterator[FragmentRule]:
         yield from _copies(block)
 
 
@@ -331,7 +331,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Copies(Fragmental):
+class Copies(FragmentRule):
     """Slices and concatenations along one axis, repeating entries or adding constants.
 
     y[j] = x[t(j)], or a constant. Of the j that share a t one is free, and the others are kept, with the
@@ -488,7 +488,7 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
     n, _ = block.sizes
     if n > _LOOK_LIMIT:
         return Verdict(None, f"{n} entries are too many to look through its indices", _KEEP)
-    with compat.evaluated_now():
+    with _jax.evaluated_now():
         first, numbers = 0, []
         for v in block.inputs:
             numbers.append(jnp.arange(first, first + v.aval.size).reshape(v.aval.shape))
@@ -504,7 +504,7 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             if eqn.primitive is lax.gather_p:  # out-of-bounds entries: a number that none has
                 eqn = eqn.replace(params={**eqn.params, "fill_value": -1})
-            env.update(zip(eqn.outvars, compat.bind_now(eqn, inputs), strict=True))
+            env.update(zip(eqn.outvars, _jax.bind_now(eqn, inputs), strict=True))
         taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])
     if (taken < 0).any():
         return Verdict(

@@ -1,6 +1,0 @@
-"""Every method of the paper, measured side by side: `moonwalk bench`, or `python -m moonwalk.bench`."""
-
-from .tasks import Record as Record
-from .tasks import Request as Request
-from .tasks import Table as Table
-from .tasks import Task as Task

@@ -1,6 +1,0 @@
-"""`python -m moonwalk.cli`, the same as `moonwalk`."""
-
-from .entry import main
-
-if __name__ == "__main__":
-    main()

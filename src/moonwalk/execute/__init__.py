@@ -1,0 +1,1 @@
+"""What every way to differentiate is made of: residuals, precision, exponents, certificates, sinks."""

@@ -1,0 +1,115 @@
+"""Cotangents with exponents: h = value · 2^exponent.
+
+Layers that halve a cotangent take it out of float32 after some 120 of them. Backpropagation loses
+nothing that matters there: what has become zero is the gradient of the first layers, which is zero. But
+a walk goes back up from the first cotangent, and recovers nothing from zeros. So a walk divides by a
+power of two now and then, which is exact, and carries the power along. It finds the size of a cotangent
+in the sketches that certificates are made of.
+
+An exponent that is the Python number 0 costs nothing: nothing was rescaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import _jax
+
+Exponent = Any  # an int, or an int32 scalar
+
+
+class Cotangents(dict[Any, Any]):
+    """Cotangents by variable, each with its exponent."""
+
+    def __init__(
+        self,
+        values: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        exponents: Mapping[Any, Exponent] | None = None,
+    ):
+        super().__init__(values)
+        self.exponents: dict[Any, Exponent] = dict(exponents or {})
+
+    def exponent(self, v: Any) -> Exponent:
+        return self.exponents.get(v, 0)
+
+    def put(self, v: Any, value: Any, exponent: Exponent = 0) -> None:
+        self[v], self.exponents[v] = value, exponent
+
+    def add(self, v: Any, value: Any, exponent: Exponent = 0) -> None:
+        """Add to what is there."""
+        if v not in self:
+            self.put(v, value, exponent)
+            return
+        common = largest([self.exponent(v), exponent])
+        self.move(v, common)
+        self[v] = self[v] + shifted(value, difference(exponent, common))
+
+    def move(self, v: Any, exponent: Exponent) -> None:
+        """The same cotangent, with another exponent."""
+        self.put(v, shifted(self[v], difference(self.exponent(v), exponent)), exponent)
+
+    def align(self, variables: Iterable[Any]) -> Exponent:
+        """Give several cotangents one exponent, the largest of theirs."""
+        present = [v for v in variables if v in self]
+        common = largest([self.exponent(v) for v in present])
+        for v in present:
+            self.move(v, common)
+        return common
+
+    def unscaled(self) -> dict[Any, Any]:
+        """The cotangents themselves. What leaves the range is what backpropagation loses, too."""
+        return {v: shifted(a, self.exponent(v)) for v, a in self.items()}
+
+
+def largest(exponents: Iterable[Exponent]) -> Exponent:
+    """The largest exponent; the very same object where all are the same."""
+    result: Exponent = None
+    for e in exponents:
+        if result is None:
+            result = e
+        elif result is not e and not (is_none(result) and is_none(e)):
+            result = jnp.maximum(result, e)
+    return 0 if result is None else result
+
+
+def difference(a: Exponent, b: Exponent) -> Exponent:
+    return 0 if a is b else a - b
+
+
+def sum_of(a: Exponent, b: Exponent) -> Exponent:
+    return b if is_none(a) else a if is_none(b) else a + b
+
+
+MODERATE = 16  # binary orders of magnitude
+
+
+def exponent_for(order: Any) -> Any:
+    """The exponent of a cotangent whose entries are about 2^order: 0 as long as that is moderate.
+
+    So a product with huge or tiny activations is about as large as in backpropagation, and there is room
+    for the layers until the next rescaling.
+    """
+    return order - jnp.clip(order, -MODERATE, MODERATE)
+
+
+def is_none(exponent: Exponent) -> bool:
+    """Whether nothing was rescaled, as far as a trace can see."""
+    return isinstance(exponent, int) and exponent == 0
+
+
+def shifted(a: Any, by: Exponent) -> Any:
+    """a · 2^by, exactly wherever that is in range."""
+    if is_none(by):
+        return a
+    if a.dtype == jnp.float16:  # two factors would not reach from one end of its range to the other
+        return shifted(a.astype(jnp.float32), by).astype(a.dtype)
+    # 2^by itself may be out of range where the product is not: two factors, each well inside it.
+    info = jnp.finfo(a.dtype)  # of a complex dtype, that of its parts
+    most = int(info.maxexp) - 2
+    first = jnp.clip(by, -most, most)
+    rest = jnp.clip(by - first, -most, most)
+    one = jnp.ones((), _jax.working_dtype(info.dtype))
+    return a * jnp.ldexp(one, first).astype(info.dtype) * jnp.ldexp(one, rest).astype(info.dtype)

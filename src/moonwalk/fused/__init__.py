@@ -1,0 +1,1 @@
+"""`fused_update`: gradients are applied as they are found."""

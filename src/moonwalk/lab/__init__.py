@@ -1,0 +1,1 @@
+"""Data, training, bench and command line. Imports the library, never the other way."""

@@ -1,0 +1,35 @@
+"""The experiments by name; `moonwalk.lab.bench.tasks` says what such a module has."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ...training.names import nearest
+
+NAMES = (
+    "table1",
+    "fig2",
+    "fig3",
+    "fig4",
+    "depth",
+    "batch",
+    "vijp",
+    "pareto",
+    "engine",
+    "checkpoint",
+    "segments",
+    "fragments",
+    "reversible",
+    "certificates",
+    "fused",
+    "isometric",
+    "lowering",
+)
+
+
+def load(name: str) -> Any:
+    """The module of an experiment."""
+    if name not in NAMES:
+        raise ValueError(nearest("experiment", name, NAMES))
+    return import_module(f".{name}", __name__)

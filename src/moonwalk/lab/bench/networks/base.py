@@ -1,0 +1,204 @@
+"""What all networks share: how layers follow each other, shapes, variants' words, and arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...training.names import nearest
+from ..tasks import Task
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Layer = Callable[[Any, Any], Any]  # (x, parameters of the layer) -> x
+Loss = Callable[[Any, Any, Any], Any]  # (params, x, target) -> loss
+
+
+def identity(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return fun
+
+
+def chain(
+    layer: Layer | Sequence[Layer],
+    x: Any,
+    layers: Any,
+    *,
+    wrap: Wrap = identity,
+    every: int = 1,
+    inner: Wrap = identity,
+) -> Any:
+    """Layers one after the other: those of a list in a Python loop, stacked ones in a scan.
+
+    **Arguments:**
+
+    - `layer`: what each layer does; of a list, one for each if they differ.
+    - `layers`: the layers' parameters: a list, or a tree whose leaves have the layers as first axis.
+    - `wrap`: applied to every run of `every` layers, such as `jax.checkpoint`; of a scan with runs
+        longer than one layer that makes a scan over scans.
+    - `inner`: applied to the single layers of such runs.
+    """
+    if isinstance(layers, list):
+        each = list(layer) if isinstance(layer, Sequence) else [layer] * len(layers)
+        for start in range(0, len(layers), every):
+            steps = [inner(step) for step in each[start : start + every]]
+            x = wrap(functools.partial(_in_a_row, steps))(x, layers[start : start + every])
+        return x
+    assert not isinstance(layer, Sequence)
+    if every == 1:
+        one = wrap(layer)
+        return lax.scan(lambda x, p: (one(x, p), None), x, layers)[0]
+    alone = inner(layer)
+
+    def run(x: Any, several: Any) -> Any:
+        return lax.scan(lambda x, p: (alone(x, p), None), x, several)[0]
+
+    together = wrap(run)
+    folded = jax.tree.map(lambda a: a.reshape((-1, every, *a.shape[1:])), layers)
+    return lax.scan(lambda x, several: (together(x, several), None), x, folded)[0]
+
+
+def _in_a_row(steps: list[Layer], x: Any, layers: list[Any]) -> Any:
+    for step, p in zip(steps, layers, strict=True):
+        x = step(x, p)
+    return x
+
+
+@dataclass(frozen=True)
+class Network:
+    """A loss with the shapes of its arguments.
+
+    **Arguments:**
+
+    - `init`: key -> parameters
+    - `x`, `target`: shapes of the data, or trees of `jax.ShapeDtypeStruct`.
+    - `model`: (params, x, target, *, wrap, every, inner) -> loss; the keywords are those of `chain`, by
+        which the layers follow each other.
+    - `depth`: how many layers the chain has.
+    - `scanned`: whether it is a scan.
+    - `classes`: whole numbers among the data are below this.
+    - `layer`: (x, w) -> x, where all layers are alike.
+    """
+
+    init: Callable[[Any], Any]
+    x: Any
+    target: Any
+    model: Callable[..., Any]
+    depth: int
+    scanned: bool = False
+    classes: int = 0
+    layer: Layer | None = None
+
+    def loss(self, params: Any, x: Any, target: Any) -> Any:
+        return self.model(params, x, target)
+
+    def by_hand(self, segments: int | str) -> Loss:
+        """The loss with `jax.checkpoint` around runs of layers, as a user would write it.
+
+        **Arguments:**
+
+        - `segments`: how many runs there are; "block": one for every layer; "sqrt": about the root of
+            the depth.
+        """
+        # A scan's body cannot be merged with its recomputation: what prevents that only costs there.
+        wrap = functools.partial(jax.checkpoint, prevent_cse=not self.scanned)
+        return functools.partial(self.model, wrap=wrap, every=self._every(segments))
+
+    def checkpointed(self, params: Any, x: Any, target: Any) -> Any:
+        """The same loss in as little memory as is easily had: for references.
+
+        `jax.checkpoint` around every layer, and around about √depth of a scan.
+        """
+        every = self._every("sqrt") if self.scanned else 1
+        inner = jax.checkpoint if every > 1 else identity
+        return self.model(params, x, target, wrap=jax.checkpoint, every=every, inner=inner)
+
+    def _every(self, segments: int | str) -> int:
+        """Layers in a run; in a scan they divide its layers."""
+        if segments == "block":
+            return 1
+        wanted = self.depth**0.5 if segments == "sqrt" else self.depth / int(segments)
+        fits = [k for k in range(1, self.depth + 1) if self.depth % k == 0 or not self.scanned]
+        return min(fits, key=lambda k: abs(k - wanted))
+
+    def types(self) -> tuple[Any, Any, Any]:
+        """Shapes of (params, x, target)."""
+        return jax.eval_shape(self.init, _key(0)), *map(structs, (self.x, self.target))
+
+    def arguments(self, seed: int) -> tuple[Any, Any, Any]:
+        """(params, x, target), the same ones for the same seed."""
+
+        def draw(key: Any) -> tuple[Any, Any, Any]:
+            weights, one, two = jax.random.split(key, 3)
+            return self.init(weights), self._data(one, self.x), self._data(two, self.target)
+
+        return jax.jit(draw)(_key(seed))
+
+    def _data(self, key: Any, asked: Any) -> Any:
+        leaves, tree = jax.tree.flatten(structs(asked))
+        keys = [key] if len(leaves) == 1 else jax.random.split(key, len(leaves))
+        made = [
+            jax.random.normal(k, a.shape, a.dtype)
+            if jnp.issubdtype(a.dtype, jnp.inexact)
+            else jax.random.randint(k, a.shape, 0, self.classes, a.dtype)
+            for k, a in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, made)
+
+
+def structs(asked: Any) -> Any:
+    """A shape is one of float32; trees of structs are what they are."""
+    is_shape = isinstance(asked, tuple) and all(isinstance(n, int) for n in asked)
+    return jax.ShapeDtypeStruct(asked, jnp.float32) if is_shape else asked
+
+
+def _key(seed: int) -> Any:
+    """Of the generator that takes least to compile; the same numbers on the same device."""
+    return jax.random.key(seed, impl="rbg")
+
+
+def words(task: Task, *flags: str) -> tuple[set[str], float | None]:
+    """'identity, slope 0.25' -> ({'identity'}, 0.25)."""
+    found, slope = set(), None
+    for part in filter(None, (p.strip() for p in task.variant.split(","))):
+        if part.startswith("slope "):
+            slope = float(part.removeprefix("slope "))
+        elif part in flags:
+            found.add(part)
+        else:
+            raise ValueError(nearest(f"variant of {task.network}", part, (*flags, "slope 0.25")))
+    return found, slope
+
+
+# --- parameters ---------------------------------------------------------------------------------------
+
+
+def normal(key: Any, shape: Sequence[int], fan_in: float | None = None) -> Any:
+    """Normal numbers with the variance 1 / fan_in: by default all axes but the last."""
+    size = fan_in or functools.reduce(lambda a, b: a * b, shape[:-1], 1)
+    return jax.random.normal(key, tuple(shape), jnp.float32) / size**0.5
+
+
+def constant(value: float, width: int) -> Any:
+    """In float32, whatever JAX's default is."""
+    return jnp.full(width, value, jnp.float32)
+
+
+def affine(width: int) -> dict[str, Any]:
+    """Of a normalisation: what it multiplies by and adds."""
+    return {"scale": constant(1, width), "bias": constant(0, width)}
+
+
+def linear(key: Any, n: int, m: int) -> dict[str, Any]:
+    """Of a dense layer."""
+    return {"w": normal(key, (n, m)), "b": constant(0, m)}
+
+
+def stacked(init: Callable[[Any], Any], key: Any, count: int, *, scan: bool) -> Any:
+    """Parameters of `count` layers of one kind, stacked for a scan or as a list."""
+    keys = jax.random.split(key, count)
+    return jax.vmap(init)(keys) if scan else [init(k) for k in keys]

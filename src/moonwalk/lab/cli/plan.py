@@ -1,0 +1,146 @@
+"""`moonwalk plan module:function`: the plan of a user's own loss."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import pkgutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import equinox as eqx
+
+from ...gradient import plan
+from ...planning.methods import Checkpoint, Moonwalk, PureForward, Reversible
+from ...planning.report import Plan
+from ..training.names import lookup, nearest
+
+METHODS: dict[str, Any] = {
+    "moonwalk": Moonwalk(),
+    "moonwalk-checkpoint": Moonwalk(checkpoint="auto"),
+    "pure-forward": PureForward(),
+    "checkpoint": Checkpoint(),
+    "reversible": Reversible(),
+}
+HOW = (
+    "name a function without arguments that returns (loss, *args): the loss, and what it is called "
+    "with, arrays or jax.ShapeDtypeStruct"
+)
+
+
+def make(
+    where: str, settings: dict[str, Any], method: str = "moonwalk", *, has_aux: bool = False
+) -> Plan:
+    """The plan of the loss that `where` leads to.
+
+    **Arguments:**
+
+    - `where`: "module:function", or "path/to/file.py:function". The function is called with `settings`
+        and returns (loss, *args). The loss is differentiated with respect to the first of them, as by
+        `moonwalk.value_and_grad(loss)`.
+    - `settings`: keyword arguments for the function.
+    - `method`: a name of `METHODS`.
+    - `has_aux`: whether the loss returns a pair of its value and auxiliary data.
+    """
+    chosen = lookup("method", method, METHODS)
+    loss, *args = call(find(where), where, settings)
+    check_value(loss, args, where, has_aux)
+    return plan(loss, *args, method=chosen, has_aux=has_aux)
+
+
+def check_value(loss: Any, args: list[Any], where: str, has_aux: bool) -> None:
+    """What the loss returns is a number, or with `has_aux` a pair of it and something."""
+    value = eqx.filter_eval_shape(loss, *args)
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    if is_pair and not has_aux:
+        raise ValueError(
+            f"the loss of {where} returns a pair; if that is its value and auxiliary data, pass "
+            "--has-aux, as value_and_grad takes has_aux=True"
+        )
+    if has_aux and not is_pair:
+        raise ValueError(
+            f"--has-aux: the loss of {where} is to return a pair of its value and auxiliary data, but "
+            f"returns {_kind(value)}"
+        )
+
+
+def find(where: str) -> Any:
+    """What 'module:name' names; the folder that one is in counts as a place for modules."""
+    name, colon, attribute = where.rpartition(":")
+    if not colon or not name or not attribute:
+        raise ValueError(f"expected module:function, got {where!r}; {HOW}")
+    found: Any = from_file(Path(name)) if name.endswith(".py") else from_name(name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [n for n in dir(found) if not n.startswith("_")]
+            raise ValueError(nearest(f"name in {name}", part, known))
+        found = getattr(found, part)
+    return found
+
+
+def from_name(name: str) -> ModuleType:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that is there, and itself imports what is not, is another matter.
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+        parent = error.name.rpartition(".")[0]
+        paths = importlib.import_module(parent).__path__ if parent else None
+        known = sorted({module.name for module in pkgutil.iter_modules(paths)})
+        close = difflib.get_close_matches(error.name.rpartition(".")[2], known, 1)
+        guess = f"; did you mean {close[0]!r}?" if close else f" in {folder}, nor installed"
+        raise ValueError(f"there is no module {error.name!r}{guess}") from error
+
+
+def from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(factory: Any, where: str, settings: dict[str, Any]) -> tuple[Any, ...]:
+    """(loss, *args) from a factory."""
+    if not callable(factory):
+        raise ValueError(f"{where} is no function but {_kind(factory)}; {HOW}")
+    try:
+        inspect.signature(factory).bind(**settings)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}{inspect.signature(factory)} cannot be called with "
+            f"{', '.join(settings) or 'no arguments'}: {error}; {HOW}, and pass settings by --set"
+        ) from error
+    made = factory(**settings)
+    if not isinstance(made, tuple | list) or len(made) < 2 or not callable(made[0]):
+        raise ValueError(f"{where} returned {_kind(made)}; {HOW}")
+    return tuple(made)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of ({', '.join(type(v).__name__ for v in value)})"
+    return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"
+
+
+def as_text(found: Plan) -> str:
+    advice = found.advice() if isinstance(found.method, Moonwalk) else None
+    return f"{found}\n\n{advice}" if advice else str(found)
+
+
+def as_json(found: Plan) -> str:
+    return json.dumps(found.to_dict(), indent=1, default=str)

@@ -1,0 +1,627 @@
+"""A loss becomes a weight side, a data side and a trunk of nodes.
+
+- The *weight side* depends on parameters only (constraints, stacking, casts). Its pullback turns the
+  gradients of the trunk's operands into gradients of the parameters, once, at the end.
+- The *data side* depends on no parameter.
+- The *trunk* depends on both. It is cut into *nodes*, each a block with one state in and one out.
+
+The partition of `graph` keeps all uses of a variable in one block, because the vijp of a whole function
+needs that. Here a block that no rule serves is opened: a variable that several nodes read is split by a
+`Fork`, whose outputs are copies of it. Then every variable has exactly one reader, and its cotangent is
+what that reader says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from .. import _jax
+from .._jax import JaxprEqn, Literal
+from ..errors import NotSubmersiveError
+from ..rules import chain
+from ..rules.registry import Rule, Verdict
+from ..trace import graph
+from ..trace.activity import active_variables
+from ..trace.declare import Declaration, propagate
+from ..trace.facts import fold_constants, propagate_names
+from ..trace.fingerprint import fingerprint, renamed
+from ..trace.graph import Block, Cutter
+from ..trace.partition import MOVING, POINTWISE, partition
+
+
+class Copy:
+    """A variable made by a fork: one of several copies of another."""
+
+    def __init__(self, source: Any):
+        self.aval = source.aval
+
+
+@dataclass(frozen=True, eq=False)
+class Fork(Block):
+    """One state in, several copies of it out. Its pullback is the sum."""
+
+    def values(self, wanted: Sequence[Any], x: Sequence[Any], operands: Sequence[Any]) -> tuple:
+        del operands
+        return tuple(x[0] for _ in wanted)
+
+    @property
+    def eqn(self) -> JaxprEqn:
+        raise AttributeError("a fork has no equation")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Node:
+    """A block of the network, the operands whose gradient is wanted, and its rule if there is one."""
+
+    block: Block
+    weights: tuple[Any, ...]
+    rule: Rule | None
+    verdict: Verdict
+    checkpointed: bool = False  # stands in a region that the user wrapped in jax.checkpoint
+    is_stem: bool = False  # reads no state, and nothing that only a forward pass has
+    same: Node | None = None  # the first node of the network that computes the same
+
+    @property
+    def model(self) -> Node:
+        """The node that stands for all that compute the same, for what follows from a block alone."""
+        return self if self.same is None else self.same
+
+    @property
+    def is_fork(self) -> bool:
+        return isinstance(self.block, Fork)
+
+    @property
+    def is_aside(self) -> bool:
+        """Values that depend on the state but carry no derivative."""
+        return not self.block.outputs
+
+    @property
+    def is_scan(self) -> bool:
+        return len(self.block.eqns) == 1 and self.block.eqns[0].primitive is lax.scan_p
+
+    @cached_property
+    def is_heavy(self) -> bool:
+        """Whether it does work worth a barrier of its own."""
+        return any(is_heavy(e) for e in self.block.eqns)
+
+    @cached_property
+    def effects(self) -> bool:
+        return any(_jax.has_effects(e) for e in self.block.eqns)
+
+    @cached_property
+    def has_own_pullback(self) -> bool:
+        """Whether a `custom_vjp` inside has a backward pass of its own, which need not be linear."""
+        return any(_jax.runs(e, _jax.custom_vjp_call_p) for e in self.block.eqns)
+
+    @cached_property
+    def is_silent(self) -> bool:
+        """It prints or calls back, and nobody reads an answer."""
+        return self.effects and not (self.block.outputs or self.block.exports)
+
+    @cached_property
+    def calls_once(self) -> bool:
+        """Something inside calls back to the host and reads the answer, which must happen once."""
+        return any(_jax.has_effects(e) and e.outvars for e in self.block.eqns)
+
+    def describe(self) -> str:
+        """'dot_general f32[8,3] -> f32[8,4]'."""
+        if self.is_fork:
+            return f"fork {graph.type_of(self.block.inputs[0])} ×{len(self.block.outputs)}"
+        names = [e.primitive.name for e in self.block.eqns if e.primitive not in _LAYOUT]
+        names = list(dict.fromkeys(names or [e.primitive.name for e in self.block.eqns]))
+        shown = "+".join(names[:3]) + ("+…" if len(names) > 3 else "")
+        arrow = " -> ".join(
+            chain.describe_types(v)
+            for v in (self.block.inputs, self.block.outputs or self.block.exports)
+        )
+        return f"{shown} {arrow}"
+
+
+_LAYOUT = MOVING | {lax.convert_element_type_p}
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Products, convolutions, loops and calls: where the time goes."""
+    own = {_jax.custom_jvp_call_p, _jax.custom_vjp_call_p}
+    if eqn.primitive in own:
+        inner, _ = _jax.called_jaxpr(eqn)
+        return any(is_heavy(e) for e in inner.eqns)
+    if eqn.primitive in _jax.CALLS:
+        inner, _ = _jax.called_jaxpr(eqn)
+        return any(is_heavy(e) for e in inner.eqns)
+    return eqn.primitive in _HEAVY or eqn.primitive.name in _HEAVY_NAMES
+
+
+_HEAVY = {lax.dot_general_p, lax.conv_general_dilated_p, lax.scan_p, lax.while_p, lax.cond_p}
+_HEAVY_NAMES = {"custom_vijp_call", "shard_map", "ragged_dot_general", "fft"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Network:
+    """Sides and nodes of one flat jaxpr."""
+
+    nodes: tuple[Node, ...]
+    weight_prologue: tuple[JaxprEqn, ...]
+    data_prologue: tuple[JaxprEqn, ...]
+    state: tuple[Any, ...]
+    outputs: tuple[Any, ...]  # of the nodes; one per wanted output, copies where a value is shared
+    fixed: frozenset[Any]  # variables that every phase can read: weights, data and their sides
+    weights: frozenset[Any]  # of these, the ones a derivative flows from
+    on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
+    results: frozenset[Any]  # what the jaxpr returns
+    numbers: frozenset[Any] = frozenset()  # of the fixed ones, those that are neither weights nor data
+    memory: dict[Any, Any] = field(default_factory=dict)  # of its nodes: residuals, bodies, made once
+
+    def kinds(self, variables: Iterable[Any]) -> list[str]:
+        """Of each operand: "weight", "data", or "moving" where only a forward pass has it."""
+        return [
+            "moving" if v not in self.fixed else "weight" if v in self.on_weights else "data"
+            for v in variables
+        ]
+
+    @cached_property
+    def wanted_weights(self) -> tuple[Any, ...]:
+        """Operands of the nodes whose gradients the phases hand out."""
+        return tuple(dict.fromkeys(v for n in self.nodes for v in n.weights))
+
+    @cached_property
+    def last_read(self) -> dict[Any, int]:
+        """The last node that reads a variable."""
+        last: dict[Any, int] = {}
+        for i, node in enumerate(self.nodes):
+            for v in (*node.block.inputs, *node.block.operands):
+                last[v] = i
+        last.update((v, len(self.nodes)) for v in self.outputs)
+        return last
+
+
+def build(
+    jaxpr: Any,
+    *,
+    state: Sequence[Any],
+    weights: Sequence[Any],
+    outputs: Sequence[Any],
+    volatile: Sequence[Any] = (),
+    constants: Iterable[Any] = (),
+    consts: Mapping[Any, Any] | None = None,
+    declarations: Mapping[Any, Declaration] | None = None,
+    names: Mapping[Any, str] | None = None,
+) -> Network:
+    """Sort a flat jaxpr's equations, cut its trunk and find the rules.
+
+    **Arguments:**
+
+    - `state`: inputs through which a cotangent flows and leaves (a scan's carry).
+    - `weights`: inputs whose gradient is wanted, and that are no part of the data's way.
+    - `outputs`: the variables whose cotangents come in.
+    - `volatile`: inputs without a derivative that later phases cannot read (a scan's counter).
+    - `constants`: inputs that are no data either (numbers known while tracing).
+    """
+    folded = fold_constants(jaxpr.eqns, consts or {})
+    declared = propagate(jaxpr.eqns, declarations or {})
+    eqns = graph.merge_padding(jaxpr.eqns, jaxpr.outvars, folded, declared)
+    active = active_variables(eqns, [*state, *weights], outputs)
+    apart = graph.values_apart(eqns, active)
+    if len(apart) > len(eqns):
+        eqns, active = apart, active_variables(apart, [*state, *weights], outputs)
+    sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
+    on_trunk = active & (sides.trunk_vars | set(state))
+    eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.network, on_trunk, outputs)
+    facts = {"declarations": declared, "names": propagate_names(eqns, names or {}), "constants": folded}
+    opener = _Opener(facts, sides, eqns, on_trunk)
+    pieces = opener.cut(eqns_of_trunk, outputs, forks, results=jaxpr.outvars)
+    outputs = [pieces.restored.get(v, v) if _is_var(v) else v for v in outputs]
+    opener.add_all(pieces)
+    results = frozenset(v for v in (*jaxpr.outvars, *outputs) if _is_var(v))
+    weights_of_trunk = active - on_trunk
+    network = Network(
+        tuple(opener.nodes(weights_of_trunk)),
+        tuple(sides.weight),
+        tuple(sides.data),
+        tuple(state),
+        tuple(outputs),
+        frozenset(sides.fixed),
+        frozenset(weights_of_trunk),
+        frozenset(sides.on_weights),
+        results,
+        frozenset(sides.numbers),
+    )
+    return replace(network, nodes=_with_models(network))
+
+
+def _with_models(network: Network) -> tuple[Node, ...]:
+    """The nodes, each with the first one that computes the same from operands of the same kinds."""
+    first: dict[Any, Node] = {}
+    result = []
+    for node in network.nodes:
+        block = node.block
+        kinds = tuple(network.kinds(block.operands))
+        wanted = tuple(block.operands.index(v) for v in node.weights)
+        key = (fingerprint(block), kinds, wanted, node.checkpointed, node.is_stem)
+        model = first.setdefault(key, node)
+        result.append(node if model is node else replace(node, same=model))
+    return tuple(result)
+
+
+def small(variables: Iterable[Any]) -> list[Any]:
+    """Arrays of a few numbers (thresholds, coefficients) are no data, wherever they were closed over."""
+    return [v for v in variables if v.aval.size <= 16]
+
+
+class _Sides:
+    """Which equations depend on what."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        eqns: Sequence[JaxprEqn],
+        state: Sequence[Any],
+        weights: Sequence[Any],
+        volatile: Sequence[Any],
+        constants: Iterable[Any],
+    ):
+        moving = {*state, *volatile}
+        on_weights = set(weights)
+        known = set(constants)
+        on_data = {v for v in (*jaxpr.invars, *jaxpr.constvars) if v not in moving | on_weights | known}
+        self.fixed = on_weights | on_data | known
+        self.network: list[JaxprEqn] = []
+        self.weight: list[JaxprEqn] = []
+        self.data: list[JaxprEqn] = []
+        self.producer: dict[Any, JaxprEqn] = {}
+        for eqn in eqns:
+            reads = [v for v in eqn.invars if not isinstance(v, Literal)]
+            moves = any(v in moving for v in reads)
+            w, d = any(v in on_weights for v in reads), any(v in on_data for v in reads)
+            if moves or (w and d and not _shapes_a_weight(eqn, on_weights)):
+                self.network.append(eqn)
+                moving.update(eqn.outvars)
+                continue
+            self.fixed.update(eqn.outvars)
+            self.producer.update((v, eqn) for v in eqn.outvars)
+            if w:
+                self.weight.append(eqn)
+                on_weights.update(eqn.outvars)
+            else:
+                self.data.append(eqn)
+                if d:
+                    on_data.update(eqn.outvars)
+        self.on_weights = on_weights
+        self.numbers = self.fixed - on_weights - on_data
+        self.trunk_vars = {v for e in self.network for v in e.outvars}
+
+    def absorbed(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+        """`eqns`, after the steps on the sides that only blow their operands up.
+
+        A bias, broadcast to a whole activation, is activation-sized on the weight side and so would
+        be its gradient; broadcast inside the node, both stay the size of a bias. A scan stays alone: its
+        layers are cut by themselves.
+        """
+        if len(eqns) == 1 and eqns[0].primitive is lax.scan_p:
+            return list(eqns)
+        added: list[JaxprEqn] = []
+        pending = list(eqns)
+        while pending:
+            eqn = pending.pop()
+            for v in eqn.invars:
+                source = None if isinstance(v, Literal) else self.producer.get(v)
+                if source is not None and source not in added and _expands(source):
+                    added.append(source)
+                    pending.append(source)
+        return [*reversed(added), *eqns]
+
+
+def _expands(eqn: JaxprEqn) -> bool:
+    cheap = eqn.primitive in POINTWISE or eqn.primitive in MOVING
+    sizes = [v.aval.size for v in eqn.invars if not isinstance(v, Literal)]  # a number has none
+    return cheap and eqn.outvars[0].aval.size > max(1, sum(sizes))
+
+
+def _shapes_a_weight(eqn: JaxprEqn, on_weights: set[Any]) -> bool:
+    """`w * mask`, `w_frozen + a @ b`: data that is combined with a weight, entry by entry."""
+    if eqn.primitive not in POINTWISE or eqn.outvars[0].aval.ndim < 2:
+        return False
+    size = eqn.outvars[0].aval.size
+    return any(
+        not isinstance(v, Literal) and v in on_weights and v.aval.size == size for v in eqn.invars
+    )
+
+
+def _separate_outputs(
+    eqns: Sequence[JaxprEqn], active: set[Any], outputs: Sequence[Any]
+) -> tuple[list[JaxprEqn], list[Any], list[tuple[Any, list[Any]]], set[Any]]:
+    """Fork every output that is also read inside, or wanted twice."""
+    eqns, outputs, forks, active = list(eqns), list(outputs), [], set(active)
+    readers = {v for e in eqns if any(o in active for o in e.outvars) for v in e.invars if _is_var(v)}
+    for v in dict.fromkeys(v for v in outputs if _is_var(v) and v in active):
+        places = [i for i, o in enumerate(outputs) if o is v]
+        inside = v in readers
+        if len(places) + inside < 2:
+            continue
+        copies = [Copy(v) for _ in range(len(places) + inside)]
+        for place, copy in zip(places, copies, strict=False):
+            outputs[place] = copy
+        if inside:
+            eqns = [_reading(e, {v: copies[-1]}) if _carries(e, active) else e for e in eqns]
+        forks.append((v, copies))
+        active.update(copies)
+    return eqns, outputs, forks, active
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _carries(eqn: JaxprEqn, active: set[Any]) -> bool:
+    return any(v in active for v in eqn.outvars)
+
+
+def _reading(eqn: JaxprEqn, new: Mapping[Any, Any]) -> JaxprEqn:
+    """The equation with variables replaced where it reads them."""
+    invars = [new.get(v, v) if _is_var(v) else v for v in eqn.invars]
+    return eqn if invars == eqn.invars else eqn.replace(invars=invars)
+
+
+def _standing(
+    groups: Sequence[Sequence[JaxprEqn]], forks: Forks
+) -> tuple[list[tuple[Any, list[Any]]], dict[Any, Any]]:
+    """(the forks that can stand between the groups, the copies that are their variable again)."""
+    kept, restored = [], {}
+    for v, copies in forks:
+        own = next((g for g in groups if any(v is o for e in g for o in e.outvars)), [])
+        inside = {u for e in own for u in e.invars if isinstance(u, Copy)}
+        left = [copy for copy in copies if copy not in inside]
+        if len(left) > 1:
+            kept.append((v, left))
+        restored.update((copy, v) for copy in copies if copy in inside or len(left) < 2)
+    return kept, restored
+
+
+def _join_isometries(groups: Sequence[Sequence[JaxprEqn]], cutter: Cutter) -> list[list[JaxprEqn]]:
+    """Copying steps before a convolution declared isometric belong to it (see `chain`)."""
+    schedule: list[Any] = []
+    for group in groups:
+        if any(v in cutter.active for e in group for v in e.outvars):
+            schedule.append(cutter.block(group))
+        else:
+            schedule += group
+    schedule = graph.close_forks(schedule, cutter, lambda block: any(map(is_heavy, block.eqns)))
+    joined = chain.with_isometries_joined(schedule, cutter)
+    return [list(item.eqns) if isinstance(item, Block) else [item] for item in joined]
+
+
+Forks = Sequence[tuple[Any, Sequence[Any]]]  # variables, and the copies that take their place
+
+
+class _Pieces(NamedTuple):
+    """Equations cut into groups, each of which becomes a part."""
+
+    groups: list[list[JaxprEqn]]
+    forks: list[tuple[Any, list[Any]]]  # those that are left between the groups
+    restored: dict[Any, Any]  # copies that are not needed, and the variables that stand for them
+    cutter: Cutter
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was cut."""
+        return not self.forks and sum(any(map(self.cutter.on_trunk, g)) for g in self.groups) < 2
+
+
+class _Opener:
+    """Makes nodes of groups of equations, opening those that no rule serves.
+
+    Groups never wait for each other: those of one `cut` have an order in which they can run, forks
+    included, and opening a group replaces it by groups that have one, too.
+    """
+
+    def __init__(
+        self,
+        facts: dict[str, Mapping[Any, Any]],
+        sides: _Sides,
+        order: Sequence[JaxprEqn],
+        active: Iterable[Any],
+    ):
+        self.facts, self.sides = facts, sides
+        self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
+        self.active = set(active)
+        self.parts: list[tuple[Block, Rule | None, Verdict]] = []
+        self.rules: dict[Any, tuple[Block, Rule | None, Verdict]] = {}
+
+    def cut(
+        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Any], forks: Forks, *, results: Iterable[Any]
+    ) -> _Pieces:
+        """The finest groups of equations between which the forks can stand.
+
+        `outputs`: variables to which a cotangent comes from outside. `results`: others that are read
+        outside. A fork inside a group would have to run in the middle of it: there its copies are the
+        variable itself again.
+        """
+        outputs = [v for v in outputs if _is_var(v)]
+        outside = [*outputs, *(v for v in results if _is_var(v)), *(v for v, _ in forks)]
+        copies = {copy: v for v, made in forks for copy in made}
+        active = {*self.active, *copies}
+        groups = partition(eqns, active, outside, copies)
+        kept, restored = _standing(groups, forks)
+        if restored:
+            groups = [[_reading(e, restored) for e in group] for group in groups]
+            outputs = [restored.get(v, v) for v in outputs]
+        cutter = Cutter(
+            [e for group in groups for e in group],
+            results=frozenset(outside),
+            # A variable that is forked is read by its copies, which are no equations.
+            outputs=frozenset(v for v in (*outputs, *(v for v, _ in kept)) if v in active),
+            active=frozenset(active),
+            copies={copy: v for v, made in kept for copy in made},
+            **self.facts,
+        )
+        # A branch that forks and comes together again (a norm) is one block.
+        return _Pieces(_join_isometries(groups, cutter), kept, restored, cutter)
+
+    def add_all(self, pieces: _Pieces) -> None:
+        """The groups of a cut, and its forks."""
+        for v, copies in pieces.forks:
+            self.active.update(copies)
+            fork = Fork((), (v,), tuple(copies), ())
+            self.parts.append((fork, None, Verdict(True, "copies a state")))
+        for group in pieces.groups:
+            self.add(group, pieces.cutter)
+
+    def add(self, group: Sequence[JaxprEqn], cutter: Cutter) -> None:
+        """One group of the partition."""
+        group = self.sides.absorbed(group)
+        block = cutter.block(group)
+        if not block.outputs:
+            self.parts.append((block, None, Verdict(None, "carries no derivative")))
+            return
+        rule, verdict = self._rule(block) if block.inputs else (None, Verdict(None, "reads the data"))
+        if rule is None and any(map(is_heavy, group)) and self._open(block):
+            return
+        self.parts.append((block, rule, verdict))
+
+    def _rule(self, block: Block) -> tuple[Rule | None, Verdict]:
+        """`find_rule`, once for blocks that compute the same."""
+        key = fingerprint(block)
+        if key not in self.rules:
+            self.rules[key] = (block, *find_rule(block))
+        first, rule, verdict = self.rules[key]
+        reason, way_out = (renamed(t, first, block) for t in (verdict.reason, verdict.way_out))
+        return rule, replace(verdict, reason=reason, way_out=way_out)
+
+    def _open(self, block: Block) -> bool:
+        """Split a variable that the block reads in several places that come together late."""
+        if len(block.eqns) == 1 and block.eqns[0].primitive is lax.scan_p:
+            return self._open_scan(block)
+        for v in (*block.inputs, *(o for e in block.eqns for o in e.outvars if o in self.active)):
+            uses = self._uses(block, v)
+            if len(uses) < 2:
+                continue
+            copies = [Copy(v) for _ in uses]
+            copy_of = {id(e): copy for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
+            # What was absorbed from the sides is absorbed again, by each part that reads it.
+            own = [e for e in block.eqns if not self.sides.fixed.issuperset(e.outvars)]
+            eqns = [_reading(e, {v: copy_of.get(id(e), v)}) for e in own]
+            pieces = self.cut(eqns, block.outputs, [(v, copies)], results=block.exports)
+            if not pieces.is_whole:
+                self.add_all(pieces)
+                return True
+        return False
+
+    def _open_scan(self, block: Block) -> bool:
+        """Split a state that starts several carries of a scan."""
+        (eqn,) = block.eqns
+        invars = list(eqn.invars)
+        forks = []
+        for v in block.inputs:
+            places = [i for i, u in enumerate(invars) if u is v]
+            if len(places) > 1:
+                copies = [Copy(v) for _ in places]
+                for place, copy in zip(places, copies, strict=True):
+                    invars[place] = copy
+                forks.append((v, copies))
+        if not forks:
+            return False
+        split = [eqn.replace(invars=invars)]
+        self.add_all(self.cut(split, block.outputs, forks, results=block.exports))
+        return True
+
+    def _uses(self, block: Block, v: Any) -> list[list[JaxprEqn]]:
+        """The readers of v, those together whose ways meet before all ways have met."""
+        eqns = [e for e in block.eqns if _carries(e, self.active)]
+        readers = [e for e in eqns if any(u is v for u in e.invars)]
+        if len(readers) < 2 or v in block.outputs:
+            return [readers]
+        remaining: dict[Any, int] = {}
+        for e in eqns:
+            for u in dict.fromkeys(u for u in e.invars if _is_var(u)):
+                remaining[u] = remaining.get(u, 0) + 1
+        for u in block.outputs:
+            remaining[u] = remaining.get(u, 0) + 1
+        # colours: which readers a variable descends from; the meeting point has nothing live beside it
+        colours: dict[Any, set[int]] = {}
+        reached: list[tuple[JaxprEqn, set[int]]] = []
+        live: set[Any] = {v}
+        for e in eqns:
+            found: set[int] = set()
+            for u in e.invars:
+                if _is_var(u):
+                    found |= colours.get(u, set())
+            direct = any(u is v for u in e.invars)
+            own = {readers.index(e)} if direct else set()
+            for u in dict.fromkeys(u for u in e.invars if _is_var(u)):
+                remaining[u] -= 1
+                if not remaining[u]:
+                    live.discard(u)
+            if not found and not own:
+                continue
+            if not live and len(found | own) == len(readers):
+                break  # all ways meet here: what meets only here stays apart
+            for o in e.outvars:
+                if o in self.active:
+                    colours[o] = found | own
+                    if remaining.get(o):
+                        live.add(o)
+            reached.append((e, found | own))
+        group = list(range(len(readers)))
+
+        def find(i: int) -> int:
+            while group[i] != i:
+                i = group[i]
+            return i
+
+        for _, found in reached:
+            first, *rest = sorted(found)
+            for other in rest:
+                group[find(other)] = find(first)
+        together: dict[int, list[JaxprEqn]] = {}
+        for i, e in enumerate(readers):
+            together.setdefault(find(i), []).append(e)
+        return list(together.values())
+
+    def nodes(self, weights: set[Any]) -> list[Node]:
+        """All parts, in an order in which they can run, as close to the program's as can be."""
+        producer = {v: i for i, (b, *_) in enumerate(self.parts) for v in (*b.outputs, *b.exports)}
+        reads = [
+            dict.fromkeys(
+                producer[v] for v in (*b.inputs, *b.operands) if v in producer and producer[v] != i
+            )
+            for i, (b, *_) in enumerate(self.parts)
+        ]
+        readers: list[list[int]] = [[] for _ in self.parts]
+        for i, needs in enumerate(reads):
+            for j in needs:
+                readers[j].append(i)
+        place = [
+            min((self.place.get(id(v), -1) for e in b.eqns for v in e.outvars), default=-1)
+            for b, *_ in self.parts
+        ]
+        missing = [len(needs) for needs in reads]
+        ready = [(place[i], i) for i, m in enumerate(missing) if not m]
+        heapq.heapify(ready)
+        result = []
+        while ready:
+            _, i = heapq.heappop(ready)
+            block, rule, verdict = self.parts[i]
+            wanted = tuple(v for v in block.operands if v in weights)
+            inside = any(_jax.in_checkpoint(e) for e in block.eqns)
+            stem = not block.inputs and all(v in self.sides.fixed for v in block.operands)
+            result.append(Node(block, wanted, rule, verdict, inside, stem and bool(block.outputs)))
+            for j in readers[i]:
+                missing[j] -= 1
+                if not missing[j]:
+                    heapq.heappush(ready, (place[j], j))
+        assert len(result) == len(self.parts), "the trunk's nodes form a cycle"
+        return result
+
+
+def find_rule(block: Block) -> tuple[Rule | None, Verdict]:
+    """The rule that serves a block, or None and why not."""
+    try:
+        return chain.choose(block)
+    except NotSubmersiveError as error:
+        return None, Verdict(None, error.reason, error.way_out)

@@ -1,0 +1,1 @@
+"""The operator itself: `vijp`, rules of one's own (`custom_vijp`), and their tests."""

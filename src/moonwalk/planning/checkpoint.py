@@ -1,0 +1,262 @@
+"""Checkpointed backpropagation: the network in segments that run again, as many as one asks for.
+
+A *block* is what a good engineer would wrap in `jax.checkpoint`: consecutive nodes with one state in and
+one out, around at least one product, convolution or loop, so that a skip and its branch stay together.
+Where such pieces repeat in a pattern (attention, feed-forward, attention, …), a block is the whole
+pattern. What comes before the first block and after the last (an embedding, a classifier and the loss)
+is stored. A scan is a segment of its own, a scan of checkpointed scans.
+
+"recursive" cuts the blocks into quarters, those into quarters, and so on: a forward pass more for every
+level, and no level keeps more than three states beside the one it starts from. Halves would keep one,
+on twice the levels: two thirds of the states, for twice the passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..network.cutting import Network, Node
+from ..segments.costs import NodeCost
+from ..segments.loop import TiledExecutor
+from ..segments.store import NestedExecutor, RecomputeExecutor, StoreExecutor, store_or_recompute
+from . import moonwalk, timeline
+from .methods import Checkpoint
+from .moonwalk import PlanRequest
+from .report import Plan
+from .search import Choice
+
+
+def plan(network: Network, method: Checkpoint, call: PlanRequest) -> Plan:
+    """As `moonwalk.plan`; nothing is walked, so there is nothing to measure."""
+    made = moonwalk.draft(network, method, gains=call.gains, fused=call.fused)
+    choice = made.plain
+    if method.segments is not None:
+        choice = in_segments(made.network, made.costs, method.segments)
+    described = made.describe(choice, method, call.signature)
+    return replace(described, rerun=sum(s.rerun for s in choice.segments))
+
+
+class Unit(NamedTuple):
+    """Consecutive nodes that no cut divides."""
+
+    start: int
+    stop: int
+    layers: int  # 1 of a block, the length of a scan, 0 of what stands before and after the blocks
+
+
+def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -> Choice:
+    """Segments of equally many blocks, or quarters of quarters."""
+    units = _units(network)
+    depth = sum(u.layers for u in units)
+    if asked == "recursive":
+        segments = _quarters(network, units) if units else []
+    else:
+        count = {"sqrt": round(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
+        if count > max(1, depth):
+            raise ValueError(
+                f"Checkpoint(segments={asked}): the network has {depth} layers, too few for {count} "
+                "segments; ask for fewer, or for segments=None (a scan that prints is one layer; a "
+                "network whose input is differentiated is one only if that is named in inputs=)"
+            )
+        segments = _evenly(network, units, -(-depth // max(1, count)))
+    kept = sum(s.kept_bytes for s in segments)
+    return Choice(list(segments), kept, timeline.peak(network, segments, costs))
+
+
+def _units(network: Network) -> list[Unit]:
+    """The nodes, cut in front of every block."""
+    nodes = network.nodes
+    blocks = _blocks(network)
+    repeats = len({_key(network, b) for b in blocks}) < len(blocks)
+    result = []
+    for k, block in enumerate(blocks):
+        layers = sum(_layers(nodes[i]) for i in block if _is_loop(nodes[i]))
+        heavy = any(nodes[i].is_heavy for i in block)
+        # At either end of a repeated pattern, what is no part of it is a stem or a head.
+        outer = repeats and k in (0, len(blocks) - 1) and _is_alone(network, blocks, k)
+        result.append(Unit(block.start, block.stop, layers or int(heavy and not outer)))
+    return result
+
+
+def _blocks(network: Network) -> list[range]:
+    """Pieces, those that repeat as one pattern together."""
+    pieces = _pieces(network)
+    starts = [p.start for p in pieces]
+    # Without what has no derivative, which may be shared: the first block makes a mask for all of them.
+    carrying = [i for i, n in enumerate(network.nodes) if not n.is_aside]
+    places = {i: place for place, i in enumerate(carrying)}
+    models = [id(network.nodes[i].model) for i in carrying]
+    period, first, count = _pattern(models, [places[s] for s in starts if s in places])
+    if not count:
+        return pieces
+    ends = [*carrying, len(network.nodes)]
+    inside = [ends[first + k * period] for k in range(count + 1)]
+    stop = inside[-1]
+    after = [s for s in starts if s > stop]
+    # What follows the last block up to the next product belongs to that: a last norm, to the head.
+    if after and not any(network.nodes[i].is_heavy for i in range(stop, after[0])):
+        after = after[1:]
+    before = [s for s in starts if s < inside[0]]
+    bounds = sorted({*before, *inside, *after, len(network.nodes)})
+    return [range(i, j) for i, j in itertools.pairwise(bounds)]
+
+
+def _is_alone(network: Network, blocks: Sequence[range], k: int) -> bool:
+    """Whether no other block has the same equations, whatever it reads: a first layer reads the data."""
+
+    def equations(block: range) -> tuple[str, ...]:
+        nodes = (network.nodes[i] for i in block)
+        return tuple(e.primitive.name for n in nodes if not n.is_aside for e in n.block.eqns)
+
+    own = equations(blocks[k])
+    return sum(equations(b) == own for b in blocks) == 1
+
+
+def _pieces(network: Network) -> list[range]:
+    """The finest pieces with one state in and one out, each around something heavy."""
+    nodes = network.nodes
+    narrow = _narrow(network)
+    starts = {0}
+    before = -1
+    for i, node in enumerate(nodes):
+        if not node.is_heavy:
+            continue
+        if _is_loop(node):
+            starts.update((i, i + 1))
+        else:
+            # The latest place before it where one state is alive, behind the last heavy node.
+            found = [j for j in range(before + 1, i + 1) if j in narrow]
+            starts.update(found[-1:])
+        before = i
+    bounds = sorted({*(s for s in starts if s < len(nodes)), len(nodes)})
+    return [range(i, j) for i, j in itertools.pairwise(bounds)]
+
+
+def _narrow(network: Network) -> set[int]:
+    """Places between nodes where at most one state that carries a cotangent is alive."""
+    alive = [0] * (len(network.nodes) + 2)
+    born = {v: 0 for v in network.state}
+    for i, node in enumerate(network.nodes):
+        born.update((v, i + 1) for v in node.block.outputs)
+    for v, i in born.items():
+        last = network.last_read.get(v, -1)
+        if last >= i:
+            alive[i] += 1
+            alive[last + 1] -= 1
+    return {i for i, n in enumerate(itertools.accumulate(alive[:-1])) if n <= 1}
+
+
+def _key(network: Network, piece: range) -> tuple[Any, ...]:
+    """Equal for pieces that compute the same."""
+    nodes = (network.nodes[i] for i in piece)
+    return tuple(id(n.model) for n in nodes if not n.is_aside)
+
+
+def _pattern(models: Sequence[Any], starts: Sequence[int]) -> tuple[int, int, int]:
+    """(period, first, count) of the pattern from one of `starts` to another that repeats over most of
+    the sequence; count 0 where none repeats.
+
+    **Example:**
+
+    >>> _pattern("eamamamh", [0, 1, 2, 3, 4, 5, 6, 7])
+    (2, 1, 3)
+    >>> _pattern("abcd", [0, 1, 2])
+    (0, 0, 0)
+    """
+    best = (0, 0, 0)
+    for k, first in enumerate(starts):
+        for second in starts[k + 1 :]:
+            period, count = second - first, 1
+            pattern = models[first:second]
+            while models[first + count * period : first + (count + 1) * period] == pattern:
+                count += 1
+            if count > 1 and count * period > best[0] * best[2]:
+                best = (period, first, count)
+    return best
+
+
+def _is_loop(node: Node) -> bool:
+    return node.is_scan and not node.effects and not node.calls_once
+
+
+def _layers(node: Node) -> int:
+    return node.block.eqns[0].params["length"] if _is_loop(node) else int(node.is_heavy)
+
+
+def _evenly(network: Network, units: Sequence[Unit], every: int) -> list[Any]:
+    """Segments of so many blocks. Scans are segments by themselves; the last segment is stored."""
+    result: list[Any] = []
+    open_: list[Unit] = []
+
+    def close() -> None:
+        if not open_:
+            return
+        start, stop = open_[0].start, open_[-1].stop
+        last = stop == len(network.nodes) and not any(n.checkpointed for n in network.nodes[start:stop])
+        # The reverse pass begins with the last segment, and a stem or a head is no block.
+        stored = last or not any(u.layers for u in open_)
+        made = StoreExecutor if stored else store_or_recompute
+        result.append(made(network, start, stop))
+        open_.clear()
+
+    for unit in units:
+        node = network.nodes[unit.start]
+        if _is_loop(node):
+            close()
+            whole = RecomputeExecutor(network, unit.start, unit.stop)
+            tiled = TiledExecutor(network, unit.start, unit.stop, (every,))
+            result.append(tiled if every < unit.layers else whole)
+            continue
+        heavy = any(network.nodes[i].is_heavy for i in range(unit.start, unit.stop))
+        stem = bool(open_) and not any(u.layers for u in open_)
+        if stem or sum(u.layers for u in open_) + max(int(heavy), unit.layers) > every:
+            close()
+        open_.append(unit)
+    close()
+    return result
+
+
+def _quarters(network: Network, units: Sequence[Unit]) -> list[Any]:
+    """Four segments, each quartered in turn until single layers are left."""
+    if len(units) == 1:
+        (unit,) = units
+        if not _is_loop(network.nodes[unit.start]):
+            return [store_or_recompute(network, unit.start, unit.stop)]
+        tile = _periods(unit.layers)
+        if not tile:
+            return [StoreExecutor(network, unit.start, unit.stop)]
+        return [TiledExecutor(network, unit.start, unit.stop, tile)]
+    result: list[Any] = []
+    for part in (quarter for half in _halves(units) for quarter in _halves(half)):
+        parts = _quarters(network, part)
+        once = any(n.calls_once for n in network.nodes[part[0].start : part[-1].stop])
+        result += parts if once or len(parts) == 1 else [NestedExecutor(parts)]
+    return result
+
+
+def _halves(units: Sequence[Unit]) -> list[Sequence[Unit]]:
+    """Two runs of about as many layers; one, of a single unit."""
+    if len(units) == 1:
+        return [units]
+    before = list(itertools.accumulate(u.layers for u in units))
+    middle = 1 + min(range(len(before) - 1), key=lambda i: abs(2 * before[i] - before[-1]))
+    return [units[:middle], units[middle:]]
+
+
+def _periods(layers: int) -> tuple[int, ...]:
+    """Of a scan's levels: quarters, and what they leave over in one more; code grows with the levels.
+
+    **Example:**
+
+    >>> _periods(64), _periods(9), _periods(1)
+    ((16, 4, 1), (3, 1), ())
+    """
+    found = []
+    while layers > 1:
+        layers = -(-layers // 4)
+        found.append(layers)
+    return tuple(found)

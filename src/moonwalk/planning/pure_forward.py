@@ -1,0 +1,143 @@
+"""`PureForward`: where a sweep without a reverse pass can start, and what forbids one.
+
+There is no Phase II, so nothing can be kept in it: between stem and head, a block without a vijp, a
+fork, an error that would grow past the tolerance have no way out, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import _jax
+from ..errors import NotSubmersiveError
+from ..network.cutting import Network, Node
+from ..segments.costs import NodeCost
+from ..segments.scan_step import ScanStep
+from ..segments.store import store_or_recompute
+from ..segments.sweep import SweepExecutor, find_seeds
+from ..segments.walk import ForkStep, Step, WalkExecutor
+from ..trace import graph
+from . import cotangents, moonwalk, timeline
+from .cotangents import GainTable, Options
+from .methods import PureForward
+from .moonwalk import PlanRequest
+from .report import Plan
+from .search import Choice
+
+
+def plan(network: Network, method: PureForward, call: PlanRequest) -> Plan:
+    """As `moonwalk.plan`. The closure is always computed and heeded: it costs a few JVPs of the head."""
+    made = moonwalk.draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
+    choice = choose(network, made.options, made.book, method, made.costs)
+    return made.describe(choice, method, call.signature)
+
+
+def choose(
+    network: Network,
+    options: Options,
+    book: GainTable,
+    method: PureForward,
+    costs: Sequence[NodeCost],
+) -> Choice:
+    """Where to start, or NotSubmersiveError naming the block that forbids it."""
+    envs = None if book.values is None else [book.values]
+    n = len(network.nodes)
+
+    def walk_over(start: int, stop: int) -> tuple[WalkExecutor, dict[int, str]]:
+        walk, _ = cotangents.plan_walk(network, start, stop, options, book=book, envs=envs)
+        found = {i: _obstacle(s) for i, s in enumerate(walk.steps) if i < walk.end or s.is_stem}
+        return walk, {i: why for i, why in found.items() if why is not None}
+
+    stop = n
+    whole, bad = walk_over(0, n)
+    if bad:
+        layers = [
+            i
+            for i, s in enumerate(whole.steps)
+            if s.node.weights and not s.is_stem and any(v.aval.size != 1 for v in s.block.outputs)
+        ]
+        # A scan is many layers: only what follows it is the head.
+        stop = layers[-1] + network.nodes[layers[-1]].is_scan if layers else n
+        whole, bad = walk_over(0, stop)
+    start = max(bad, default=-1) + 1
+    if any(s.node.weights and (not s.is_stem or s.node.is_scan) for s in whole.steps[:start]):
+        _refuse(whole.steps[max(bad)].node, bad[max(bad)])
+    walk, _ = walk_over(start, stop)
+    for node in network.nodes[start:]:
+        if node.has_own_pullback and not (node.is_stem or node.is_aside):
+            _refuse(
+                node,
+                "the sweep's first cotangent is found by jvps, and jax.custom_vjp has none",
+                "use method=moonwalk.Moonwalk(), or define its derivative by jax.custom_jvp",
+            )
+    for step in walk.steps:
+        if isinstance(step, ScanStep):
+            _keep_nothing(step)
+    found = find_seeds(network, walk)
+    if method.per_example and found:
+        examples = {s.variable.aval.shape[:1] for s in found}
+        if len(examples) > 1 or examples == {()}:
+            shapes = ", ".join(graph.type_of(s.variable) for s in found)
+            raise ValueError(
+                "PureForward(per_example=True): the examples must lie along axis 0 of every state that "
+                f"the sweep starts from, but these are {shapes}; leave per_example out"
+            )
+    stem = store_or_recompute(network, 0, start) if start else None
+    head = store_or_recompute(network, stop, n) if stop < n else None
+    sweep = SweepExecutor(network, walk, stem, head, method.chunk, method.per_example)
+    return Choice([sweep], 0, timeline.peak(network, [sweep], costs))
+
+
+def _obstacle(step: Step) -> str | None:
+    """Why a sweep cannot go through a step without Phase II."""
+    if isinstance(step, ForkStep):
+        if step.kept_copies:
+            return "a state with several readers: the cotangent of one of them must be kept"
+        return None
+    if isinstance(step, ScanStep):
+        if step.source == "none":
+            return None
+        if step.period is not None:
+            return f"error would exceed the tolerance after {step.period} of {step.length} layers"
+        if step.body.active_ys or step.inner_in_back:
+            return "its outputs' cotangents, or its layers' own stems, need a reverse pass"
+        for inner in step.walk.steps:
+            why = _obstacle(inner)
+            if isinstance(inner, ScanStep) and inner.seeded and inner.source != "none":
+                why = "it starts from data in every layer, and that cotangent needs a reverse pass"
+            if why is not None:
+                return f"in its body, {inner.node.describe()}: {why}"
+        return None
+    if step.is_stem and step.node.is_scan:
+        return "a scan that reads no state is differentiated as a whole, which keeps every layer"
+    if step.is_stem or step.node.is_aside:
+        return None
+    if step.node.calls_once:
+        return "something inside it calls back to the host, which must happen once"
+    if not step.block.inputs and step.source == "anchor":
+        return "it starts a way of its own, whose cotangent would be kept in a reverse pass"
+    return step.reason if step.source in ("anchor", "given") else None
+
+
+_WAYS_OUT = (
+    "use method=moonwalk.Moonwalk(), which keeps an anchor there; declare the weight's structure; "
+    "or raise PureForward(tolerance=...) where only the gain forbids it"
+)
+
+
+def _refuse(node: Node, why: str, ways_out: str = _WAYS_OUT) -> None:
+    line = _jax.source_line(node.block.eqns[-1]) if node.block.eqns else ""
+    raise NotSubmersiveError(
+        node.describe(),
+        line or "a state that several blocks read",
+        f"PureForward cannot walk it: {why}",
+        ways_out,
+    )
+
+
+def _keep_nothing(step: ScanStep) -> None:
+    """What is made of weights is made in the loop: for all layers at once it grows with the depth."""
+    step.hoisted = False
+    for inner in step.walk.steps:
+        if isinstance(inner, ScanStep):
+            _keep_nothing(inner)

@@ -1,0 +1,281 @@
+"""What a plan says: the table, its totals, and how to carry it from concrete arguments into `jit`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .. import _jax
+from ..errors import PlanMismatchError, PlanWarning
+from ..network.cutting import Network, Node
+from ..rules.registry import Gain
+from ..segments import codec
+from ..segments.base import Executor, Segment
+from ..segments.base import Row as Row
+from ..segments.base import format_bytes as format_bytes
+from ..segments.codec import in_plans
+from ..segments.costs import NodeCost
+from .methods import Checkpoint, Moonwalk, PureForward, Reversible
+from .search import Choice, Planned
+from .timeline import backprop_peak
+
+for _method in (Moonwalk, PureForward, Checkpoint, Reversible):
+    in_plans(_method)
+
+WORTH = 1.1  # times the memory: less is not worth a walk, which takes longer and rounds; nor silence
+
+
+@in_plans
+@dataclass(frozen=True)
+class Plan:
+    """How `moonwalk.value_and_grad` will differentiate a function at given shapes.
+
+    Printable; accepted wherever `method=` is. A plan made from concrete arguments carries the gains that
+    were measured on them.
+    """
+
+    rows: tuple[Row, ...]
+    method: Planned
+    tolerance: float
+    kept_bytes: int
+    peak_bytes: int
+    backprop_bytes: int
+    checkpoint_bytes: int
+    weight_side_bytes: int
+    walked: int  # blocks whose output's cotangent is recovered
+    anchors: int
+    fragments: int  # of the blocks walked, those that keep part of their output's cotangent
+    rerun: int  # walks, and parts of scans, whose Phase I is run again (`checkpoint=`)
+    predicted_gain: float
+    measured: bool  # whether a walk rests on measured gains
+    checked: bool  # whether it walks or inverts anything: that carries a certificate
+    signature: tuple[tuple[str, str], ...]
+    gains: tuple[tuple[Any, Gain], ...]
+    segments: tuple[Segment, ...]  # what runs, in order
+    nodes: tuple[str, ...]  # the network's, as they were when it was planned
+    numbers: tuple[str, ...] = ()  # arguments that were Python numbers, and so part of the function
+    inverted: int = 0  # blocks whose input is reconstructed from their output
+    jvps: int = 0  # that a seed takes (`PureForward`)
+
+    @property
+    def walks(self) -> bool:
+        """Whether any block is walked through."""
+        return self.walked > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report's figures as plain numbers and strings; what is not bounded is None."""
+        result = asdict(replace(self, segments=(), nodes=()))
+        del result["segments"], result["nodes"]
+        result["gains"] = [[list(key[0]), key[1], gain.factor] for key, gain in self.gains]
+        return _finite(result)
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads: to keep beside a model, or to run on another machine.
+
+        **Example:**
+
+        >>> import jax.numpy as jnp, moonwalk as mw
+        >>> plan = mw.plan(lambda w, x: jnp.sum(jnp.tanh(x @ w)), jnp.eye(2), jnp.ones((4, 2)))
+        >>> mw.Plan.from_json(plan.to_json()) == plan
+        True
+        """
+        return json.dumps(codec.encode(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        try:
+            found = codec.decode(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Plan.from_json: this is no JSON: {error}") from None
+        if not isinstance(found, Plan):
+            raise ValueError(f"Plan.from_json: this is no plan, but {found!r:.60}")
+        return found
+
+    def fits(self, network: Network) -> bool:
+        """Whether it was made for a network like this one."""
+        return describe_nodes(network) == self.nodes
+
+    def bind(self, network: Network) -> list[Executor]:
+        """What runs it on the network that it was made for, or PlanMismatchError."""
+        new = describe_nodes(network)
+        if new != self.nodes:
+            pairs = itertools.zip_longest(self.nodes, new, fillvalue="nothing")
+            number, (then, now) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+            raise PlanMismatchError(
+                "method=: the plan was made for another function (or by another version of JAX): its "
+                f"block {number} was `{then}`, and is `{now}`. Make it anew with "
+                "moonwalk.plan(fun, *args)."
+            )
+        return [segment.bind(network) for segment in self.segments]
+
+    def __str__(self) -> str:
+        return _table(self)
+
+    def advice(self) -> str | None:
+        """A sentence if nothing is gained, naming the costliest block and what would help.
+
+        A gain over backpropagation is one, though checkpointing might do as well: a plan may *be* the
+        best checkpointing, without a line of it in the loss. Only a plan that walks or inverts, which
+        takes longer and rounds, and takes no less memory than checkpointing is worth a word then.
+        """
+        if not self.rows:
+            if self.weight_side_bytes < 2**20:  # a function of a few numbers
+                return None
+            return (
+                "moonwalk: everything in this loss depends on differentiated arguments alone, so there "
+                "is no trunk to walk and all of it is stored; name the arguments that are network "
+                "inputs: method=moonwalk.Moonwalk(inputs=...)"
+            )
+        if WORTH * self.peak_bytes > self.backprop_bytes:
+            rival, theirs = "backpropagation", self.backprop_bytes
+        elif (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
+            rival, theirs = "checkpointing", self.checkpoint_bytes
+        else:
+            return None
+        costly = max(self.rows, key=lambda r: r.bytes * r.times, default=None)
+        text = (
+            f"moonwalk: this plan saves less than 10 % of what {rival} takes "
+            f"(about {format_bytes(self.peak_bytes)} beside {format_bytes(theirs)}"
+        )
+        if rival == "checkpointing":
+            text += (
+                f"; backpropagation {format_bytes(self.backprop_bytes)}). method=moonwalk.Checkpoint() "
+                "would take about as little, and less time."
+            )
+        else:
+            text += ")."
+        if costly is not None and costly.bytes:
+            text += f" The costliest block is {costly.block} at {costly.source}: {costly.why}."
+        return text + " Print moonwalk.plan(...) for all of it."
+
+
+_said_barriers = False
+
+
+def warn_of_deleted_barriers(plan: Plan) -> None:
+    """Say once per process that the compiler at hand undoes what a plan rests on.
+
+    Blocks outside scans that are run again are told from their first run by a barrier alone; merged with
+    it, they keep all their residuals.
+    """
+    global _said_barriers
+    deleted = None if _said_barriers else _jax.deleted_barriers()
+    merged = sum(
+        row.m_x + row.m_theta
+        for row in plan.rows
+        if row.depth == 0 and row.mode not in ("store", "fork") and not row.block.startswith("scan")
+    )
+    taken = min(plan.peak_bytes + merged, plan.backprop_bytes)
+    if deleted is None or taken <= WORTH * plan.peak_bytes:
+        return
+    _said_barriers = True
+    warnings.warn(
+        f"moonwalk: under jax.jit this plan will take about {format_bytes(taken)} instead of "
+        f"{format_bytes(plan.peak_bytes)}: {deleted}.",
+        PlanWarning,
+        stacklevel=_jax.levels_to_user(),
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe_nodes(network: Network) -> tuple[str, ...]:
+    """By which a plan knows the network that it was made for."""
+
+    def describe(node: Node) -> str:
+        text = f"{node.describe()}, {len(node.weights)} weights"
+        if node.is_scan:
+            inner, _ = _jax.open_jaxpr(node.block.eqns[0].params["jaxpr"])
+            text += f", {len(inner.eqns)} equations in its body"
+        return text
+
+    return tuple(describe(n) for n in network.nodes)
+
+
+def _table(plan: Plan) -> str:
+    lines = [
+        f"weight side {format_bytes(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
+        f"{plan.walked} blocks walked, {plan.anchors} anchors"
+        + (f", {plan.fragments} fragments" if plan.fragments else "")
+        + (f", {plan.inverted} blocks inverted" if plan.inverted else "")
+        + (f"; {plan.rerun} segments run again" if plan.rerun else "")
+        + (f"; a seed by {plan.jvps} jvps" if plan.jvps else "")
+        + ("; gains measured" if plan.measured else "")
+    ]
+    header = ("block", "mode", "kept", "M_x", "M_θ", "gain", "why", "source")
+    cells: list[tuple[str, ...]] = [header]
+    for r in plan.rows:
+        times = f" ×{r.times}" if r.times > 1 else ""
+        cells.append(
+            (
+                "  " * r.depth + r.block,
+                r.mode,
+                format_bytes(r.bytes) + times,
+                format_bytes(r.m_x),
+                format_bytes(r.m_theta),
+                "" if r.gain is None else f"{r.gain:.3g}",
+                r.why if len(r.why) < 120 else r.why[:117] + "…",
+                r.source,
+            )
+        )
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+    lines.append(
+        f"kept {format_bytes(plan.kept_bytes)}, peak about {format_bytes(plan.peak_bytes)}; "
+        f"backprop about {format_bytes(plan.backprop_bytes)}, "
+        f"checkpointing about {format_bytes(plan.checkpoint_bytes)}"
+    )
+    return "\n".join(lines)
+
+
+def describe(
+    network: Network,
+    choice: Choice,
+    plain: Choice,
+    costs: Sequence[NodeCost],
+    method: Planned,
+    tolerance: float,
+    signature: tuple[tuple[str, str], ...],
+    gains: tuple[tuple[Any, Gain], ...],
+    weight_side_bytes: int,
+) -> Plan:
+    """The plan as a user reads it."""
+    chosen = isinstance(method, Moonwalk | PureForward)
+    rows = [row for segment in choice.segments for row in segment.rows(costs, chosen=chosen)]
+    facts = [segment.facts for segment in choice.segments]
+    return Plan(
+        rows=tuple(rows),
+        method=method,
+        tolerance=tolerance,
+        kept_bytes=choice.kept,
+        peak_bytes=choice.peak + weight_side_bytes,
+        backprop_bytes=backprop_peak(network, costs) + weight_side_bytes,
+        checkpoint_bytes=plain.peak + weight_side_bytes,
+        weight_side_bytes=weight_side_bytes,
+        walked=sum(f.walked for f in facts),
+        anchors=sum(f.anchors for f in facts),
+        fragments=sum(f.fragments for f in facts),
+        rerun=sum(f.rerun for f in facts),
+        predicted_gain=max((f.growth for f in facts), default=1.0),
+        measured=any(f.measured for f in facts),
+        checked=any(f.checked for f in facts),
+        signature=signature,
+        gains=gains,
+        segments=tuple(executor.data for executor in choice.segments),
+        nodes=describe_nodes(network),
+        jvps=sum(f.jvps for f in facts),
+        inverted=sum(row.mode == "invert" and "scan" not in row.block.split()[:1] for row in rows),
+    )

@@ -1,0 +1,134 @@
+"""When memory is greatest: the phases in time.
+
+What is kept, and what is worked on, are not at their most at once. In a network whose states shrink,
+what the later layers keep is gone when the first ones' cotangents, the largest, arrive. So the passes
+are gone through node by node. With aᵢ the bytes of the state before node i, and cotangents as large as
+states,
+
+    Phase I, or forward    kept so far + aᵢ + aᵢ₊₁
+    reverse                kept by the nodes up to i + aᵢ + aᵢ₊₁; a product needs what it keeps for its
+                           weights alone, and that is gone before its state's cotangent is made
+    Phase II               kept in Phase I + anchors of the nodes after i + aᵢ + aᵢ₊₁
+    Phase III              what the nodes from i on have kept + both states and both cotangents
+
+Loops are single nodes here; inside, both states and both cotangents of a layer are alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..execute.residuals import nbytes
+from ..network.cutting import Network
+from ..segments.base import Executor
+from ..segments.costs import NodeCost, carry_bytes
+from ..segments.store import is_one_product
+
+
+def peak(network: Network, segments: Sequence[Executor], costs: Sequence[NodeCost]) -> int:
+    """The most bytes alive at once, beside arguments and results."""
+    return Timeline(network, costs).through(segments)
+
+
+def backprop_peak(network: Network, costs: Sequence[NodeCost]) -> int:
+    """The same of plain reverse mode, which keeps everything, and Booleans as bytes."""
+    timeline = Timeline(network, costs)
+    kept = list(itertools.accumulate((c.backprop + c.unpacked for c in costs), initial=0))
+    n = len(costs)
+    return max((timeline.reverse(i, kept[i], kept[i + 1]) for i in range(n)), default=0)
+
+
+class Timeline:
+    """Bytes alive while the passes go over the nodes; segments ask it for what single nodes take."""
+
+    def __init__(self, network: Network, costs: Sequence[NodeCost]):
+        self.nodes, self.costs = network.nodes, costs
+        self.live = live_bytes(network)
+        self.passing = passing_bytes(network)
+
+    def through(self, segments: Sequence[Executor]) -> int:
+        """Forward over the segments, and back."""
+        top = kept = 0
+        for segment in segments:
+            top = max(top, kept + segment.forward_peak(self))
+            kept += segment.held(self)
+        for segment in reversed(segments):
+            kept -= segment.held(self)
+            top = max(top, kept + segment.backward_peak(self))
+        return top
+
+    def states(self, i: int) -> int:
+        """Before and after node i, what passes it by once; of a loop, its carry inside."""
+        around = self.live[i] + self.live[i + 1] - self.passing[i]
+        return max(around, 2 * carry_bytes(self.nodes[i])) if self.nodes[i].is_scan else around
+
+    def start(self, segment: Executor) -> int:
+        """The state that a segment starts from; of the first one, that is an argument."""
+        return self.live[segment.start] if segment.start else 0
+
+    def forward(self, segment: Executor, own: Sequence[int]) -> int:
+        """In a forward pass over a segment whose nodes keep `own` bytes."""
+        places = range(segment.start, segment.stop)
+        before = itertools.accumulate(own, initial=segment.held(self) - sum(own))
+        return max((b + self.states(i) for b, i in zip(before, places, strict=False)), default=0)
+
+    def reverse(self, i: int, before: int, kept: int, *, ordered: bool = True) -> int:
+        """Of one node: `before`, what those before it keep; `kept`, that and its own.
+
+        `ordered`: the gradient of a product's weights is computed before its state's cotangent.
+        """
+        node, cost = self.nodes[i], self.costs[i]
+        if node.is_scan:
+            return kept + 2 * self.states(i) + cost.gradients
+        if ordered and is_one_product(node):
+            return max(kept + self.live[i + 1], before + self.states(i))
+        return kept + self.states(i)
+
+    def inverted(self, i: int) -> int:
+        """Both cotangents plus the reconstructed input; the output it comes from is gone by then."""
+        states, gradients = self.states(i), self.costs[i].gradients
+        if self.nodes[i].is_scan:
+            return 2 * states + gradients
+        return states + max(self.live[i], self.live[i + 1]) + gradients
+
+
+def live_bytes(network: Network) -> list[int]:
+    """Bytes of the activations alive before each node (and after the last)."""
+    if "live" not in network.memory:
+        network.memory["live"] = _overlaps(network, lambda first, last: (first, last + 1))
+    return network.memory["live"]
+
+
+def passing_bytes(network: Network) -> list[int]:
+    """Of those that are alive both before and after each node, such as a skip over it."""
+    if "passing" not in network.memory:
+        network.memory["passing"] = _overlaps(network, lambda first, last: (first, last))[:-1]
+    return network.memory["passing"]
+
+
+def _overlaps(network: Network, span: Callable[[int, int], tuple[int, int]]) -> list[int]:
+    """Bytes of the activations by place, each over the `span` of where it is first and last alive.
+
+    The copies that a fork makes are one array.
+    """
+    born: dict[Any, int] = {v: 0 for v in network.state}
+    last: dict[Any, int] = {}
+    original: dict[Any, Any] = {}
+    for i, n in enumerate(network.nodes):
+        if n.is_fork:
+            (v,) = n.block.inputs
+            original.update((copy, original.get(v, v)) for copy in n.block.outputs)
+        else:
+            born.update((v, i + 1) for v in (*n.block.outputs, *n.block.exports))
+    for v, i in network.last_read.items():
+        v = original.get(v, v)
+        last[v] = max(i, last.get(v, -1))
+    change = [0] * (len(network.nodes) + 2)
+    for v, first in born.items():
+        if last.get(v, -1) >= first:
+            start, stop = span(first, last[v])
+            change[start] += nbytes(v.aval)
+            change[stop] -= nbytes(v.aval)
+    return list(itertools.accumulate(change[:-1]))

@@ -1,0 +1,1 @@
+"""Ways to differentiate consecutive nodes: store or recompute, walk, loop, invert."""

@@ -1,0 +1,164 @@
+"""A way to differentiate consecutive nodes: as data, and bound to a network.
+
+A plan is a tuple of *segments*: consecutive nodes, each segment differentiated in its own way. A
+`Segment` is data: it is compared, printed, written to a file. Bound to a network it becomes an
+`Executor`, which says what it takes, and runs. The engine, the search for a plan, the report and fused
+updates know segments by these two interfaces alone, so a new way is one file (see CONTRIBUTING).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .. import _jax
+from ..execute.barriers import Env
+from ..execute.certificate import Measured, Place
+from ..execute.sinks import GradientSink
+from ..network.cutting import Network, Node
+from ..rules.registry import Alarm
+from .codec import in_plans
+from .costs import NodeCost
+
+
+@in_plans
+@dataclass(frozen=True)
+class Row:
+    """One block of a plan, as a user reads it."""
+
+    block: str
+    source: str  # the user's line
+    mode: str  # walk, fragment, anchor, fork, store, recompute, invert
+    bytes: int  # kept until the block is done with
+    gain: float | None  # of a block that is walked through
+    why: str
+    m_x: int  # bytes that ∂y/∂x needs
+    m_theta: int  # bytes that ∂y/∂θ needs besides
+    depth: int = 0  # inside a scan
+    times: int = 1  # layers of that scan
+
+
+class Facts(NamedTuple):
+    """What a segment does, in numbers."""
+
+    walked: int = 0  # blocks whose output's cotangent is recovered
+    anchors: int = 0
+    fragments: int = 0
+    rerun: int = 0  # walks, and parts of loops, whose Phase I is run again
+    growth: float = 1.0  # how much relative error is predicted to grow, at most
+    measured: bool = False  # whether it rests on measured gains
+    checked: bool = False  # whether it carries a certificate
+    walks: bool = False
+    jvps: int = 0  # that a seed takes
+    recovers: bool = (
+        False  # whether a walk recovers a cotangent: between anchors, recomputing does as well
+    )
+
+
+@dataclass(frozen=True)
+class Segment(abc.ABC):
+    """Nodes [start, stop) of a network, and how they are differentiated."""
+
+    start: int
+    stop: int
+
+    @abc.abstractmethod
+    def bind(self, network: Network) -> Executor:
+        """What runs it on a network."""
+
+
+class Executor(abc.ABC):
+    """A segment, bound to a network."""
+
+    network: Network
+    start: int
+    stop: int
+
+    @property
+    @abc.abstractmethod
+    def data(self) -> Segment:
+        """The segment that it runs."""
+
+    # -- running -----------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
+        """Run the nodes: read and write `x`, dropping what is dead; return what `backward` needs.
+
+        `fixed`: weights, data and what follows from either alone. `results`: variables that must stay in
+        `x`. `again`: the nodes have run before, so that nothing prints or calls back.
+        """
+
+    @abc.abstractmethod
+    def backward(self, fixed: Env, saved: Any, h: Env, out: GradientSink) -> list[Measured]:
+        """From the outputs' cotangents in `h` to the inputs'; gradients go to `out`.
+
+        Returns the errors measured at `places`.
+        """
+
+    @property
+    def places(self) -> list[Place]:
+        """Where errors are measured: nowhere, in what JAX differentiates itself."""
+        return []
+
+    def hold_to(self, limit: float) -> None:
+        """Let the certificate be at most so large."""
+        del limit  # what JAX differentiates itself carries none
+
+    # -- what it takes -------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def held(self, timeline: Any) -> int:
+        """Bytes kept from the forward pass until the segment's turn in the reverse pass."""
+
+    @abc.abstractmethod
+    def forward_peak(self, timeline: Any) -> int:
+        """The most bytes alive at once in the forward pass, with what the segment keeps."""
+
+    @abc.abstractmethod
+    def backward_peak(self, timeline: Any) -> int:
+        """The same in the reverse pass."""
+
+    # -- what others ask -------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
+        """The nodes as a report shows them. `costs`: of all the network's nodes. `chosen`: whether there
+        was a choice between this and walking."""
+
+    @property
+    def facts(self) -> Facts:
+        """What it does, in numbers."""
+        return Facts()
+
+    @property
+    def rerun(self) -> int:
+        """How many segments are run again, the innermost of nested ones."""
+        return 0
+
+    @property
+    def blocks_walked(self) -> int:
+        """How often rounding enters a cotangent that is walked on, layers of loops counted."""
+        return 0
+
+    @property
+    def loops(self) -> Sequence[Any]:
+        """Walked loops, whose stacked weights may be updated layer by layer."""
+        return ()
+
+    def weight_alarms(self, table: Any) -> Iterable[Alarm]:
+        """What the weights' values say against it."""
+        return ()
+
+
+def line_of(node: Node) -> str:
+    """The user's line that a node comes from."""
+    return "" if node.is_fork or not node.block.eqns else _jax.source_line(node.block.eqns[-1])
+
+
+def format_bytes(size: float) -> str:
+    """'16.0 MiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

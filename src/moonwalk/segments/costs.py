@@ -1,0 +1,214 @@
+"""What nodes cost to store: the bytes that ∂y/∂x needs, and what ∂y/∂θ needs besides."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _jax
+from ..execute.residuals import Residual, nbytes
+from ..network.cutting import Network, Node
+from ..trace import graph
+
+
+def full_residual(node: Node, network: Network, periods: tuple[int, ...] = ()) -> Residual:
+    """What a node keeps for ∂y/∂x and ∂y/∂θ; a scan may be run as scans of checkpointed scans."""
+    node = node.model
+    block = node.block
+    places = [block.operands.index(v) for v in node.weights]
+
+    def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
+        def run(x: Any, weights: Any) -> Any:
+            values = list(operands)
+            for place, w in zip(places, weights, strict=True):
+                values[place] = w
+            if periods:
+                out = checkpointed(node, periods, x, values)
+            else:
+                out = block.values((*block.outputs, *block.exports), x, values)
+            return out[: len(block.outputs)], out[len(block.outputs) :]
+
+        y, pullback, exports = jax.vjp(run, list(x), [operands[p] for p in places], has_aux=True)
+        return (*y, *exports), pullback
+
+    key = (node, periods)
+    if key not in network.memory:
+        x, operands = block.structs()
+        # A light node may be linearised again from its state; a heavy one would take as long again.
+        network.memory[key] = Residual(
+            linearize,
+            x,
+            operands,
+            network.kinds(block.operands),
+            rerun=not node.is_heavy and not node.effects,
+        )
+    return network.memory[key]
+
+
+@dataclass
+class NodeCost:
+    """Bytes of one node: what ∂y/∂x needs, and what ∂y/∂θ needs besides."""
+
+    m_x: int
+    m_theta: int
+    period: int | None = None  # of a scan that is cheaper as a scan of checkpointed scans
+    transient: int = 0  # of such a scan: the residuals of one period
+    carries: int = 0  # and the carries that it keeps
+    stored: int = 0  # what storing keeps: less than all, where the state itself is less
+    gradients: int = 0  # of stacked weights, where they would otherwise not all exist at once
+    unpacked: int = 0  # what Booleans take beyond a bit each where JAX keeps them, as bytes
+
+    @property
+    def backprop(self) -> int:
+        """Everything that reverse mode keeps, Booleans as bits."""
+        return self.m_x + self.m_theta
+
+    @property
+    def full(self) -> int:
+        """What differentiating the node by itself takes, at its best."""
+        kept = self.stored if self.period is None else self.carries + self.transient
+        return kept + self.gradients
+
+
+def node_costs(network: Network, *, fused: bool = False) -> list[NodeCost]:
+    """M_x and M_θ of every node, by tracing its pullbacks.
+
+    `fused`: gradients are applied as they come, but those of a scan that is not walked come at once.
+    """
+    result = []
+    for node in network.nodes:
+        key = ("cost", node.model)
+        if key not in network.memory:
+            network.memory[key] = _node_cost(node.model, network)
+        cost = network.memory[key]
+        if fused and node.is_scan:
+            cost = replace(cost, gradients=nbytes(*(v.aval for v in node.weights)))
+        result.append(cost)
+    return result
+
+
+def _node_cost(node: Node, network: Network) -> NodeCost:
+    block = node.block
+    if node.is_aside or node.is_fork:
+        return NodeCost(0, 0)
+    x, operands = block.structs()
+
+    def wrt_x(x: Any, operands: Any) -> Any:
+        return jax.vjp(lambda *x: block(x, operands), *x)
+
+    whole = full_residual(node, network)
+    m_x = Residual(wrt_x, x, operands, network.kinds(block.operands)).leaf_bytes if x else 0
+    m_x = min(m_x, whole.leaf_bytes)
+    cost = NodeCost(m_x, whole.leaf_bytes - m_x, stored=whole.bytes)
+    masks = [v.aval for v in whole.distinct if v.aval.dtype == np.bool_]
+    cost.unpacked = sum(a.size for a in masks) - nbytes(*masks)
+    if node.is_scan and not node.effects:
+        _checkpoint_cost(node, cost)
+    return cost
+
+
+def _checkpoint_cost(node: Node, cost: NodeCost) -> None:
+    """The period at which a scan of checkpointed scans keeps least."""
+    length = node.block.eqns[0].params["length"]
+    best = cost.stored
+    root = math.isqrt(length)
+    # For every number of periods the shortest: 2 √L of them.
+    periods = {*range(1, root + 1), *(-(-length // count) for count in range(1, root + 1))}
+    for period in sorted(periods):
+        kept, transient = in_periods(node, cost.backprop, (period,))
+        if kept + transient < best:
+            best = kept + transient
+            cost.period, cost.carries, cost.transient = period, kept, transient
+
+
+def in_periods(node: Node, backprop: int, periods: Sequence[int]) -> tuple[int, int]:
+    """A scan of checkpointed scans: (the carries that it keeps, what it takes besides at once).
+
+    `backprop`: what all its layers would keep.
+    """
+    (eqn,) = node.block.eqns
+    length = max(1, eqn.params["length"])
+    carry, stacked = carry_bytes(node), eqn.invars[sum(_jax.scan_counts(eqn)[:2]) :]
+    read = nbytes(*(v.aval for v in stacked), *(v.aval for v in stacked if v in node.weights))
+    counts = [-(-a // b) for a, b in itertools.pairwise((length, *periods))]
+    # Every level inside has its own copy of what its layers read, and of gradients; so have whole
+    # periods where they leave layers over.
+    copies = read * sum(periods[:-1]) // length + (read if length % periods[0] else 0)
+    return carry * counts[0], carry * sum(counts[1:]) + backprop * periods[-1] // length + copies
+
+
+def carry_bytes(node: Node) -> int:
+    """Of a scan's carry."""
+    (eqn,) = node.block.eqns
+    first, carries = _jax.scan_counts(eqn)[:2]
+    return nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
+
+
+def checkpointed(
+    node: Node, periods: tuple[int, ...], x: Sequence[Any], operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """A scan's outputs and exports, by a scan over checkpointed scans of `periods[0]` layers.
+
+    Those are scans over checkpointed scans of `periods[1]` layers, and so on. Layers left over by a
+    period that does not divide are a checkpointed scan of their own.
+    """
+    block, (eqn,) = node.block, node.block.eqns
+    counts = _jax.scan_counts(eqn)
+    env = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
+    consts, carry, xs = counts.groups([graph.read(env, v) for v in eqn.invars])
+    inner, inner_consts = _jax.open_jaxpr(eqn.params["jaxpr"])
+    reverse = eqn.params["reverse"]
+
+    def step(carry: Any, xs: Any) -> Any:
+        env = dict(zip(inner.constvars, inner_consts, strict=True))
+        env.update(zip(inner.invars, (*consts, *carry, *xs), strict=True))
+        graph.run(inner.eqns, env)
+        out = [graph.read(env, v) for v in inner.outvars]
+        return out[: counts.carry], out[counts.carry :]
+
+    def layers(carry: Any, xs: Any, length: int, periods: tuple[int, ...]) -> Any:
+        periods = tuple(p for p in periods if p < length)
+        if not periods:
+            return lax.scan(step, carry, xs, length=length, reverse=reverse)
+        period, deeper = periods[0], periods[1:]
+        if period == 1:
+            once = jax.checkpoint(step, prevent_cse=False)
+            return lax.scan(once, carry, xs, length=length, reverse=reverse)
+        count, rest = divmod(length, period)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def chunk(carry: Any, xs: Any) -> Any:
+            return layers(carry, xs, period, deeper)
+
+        def whole(carry: Any) -> Any:
+            cut = [a[: count * period] if rest else a for a in xs]
+            cut = [a.reshape((count, period, *a.shape[1:])) for a in cut]
+            carry, ys = lax.scan(chunk, carry, cut, length=count, reverse=reverse)
+            return carry, [a.reshape((count * period, *a.shape[2:])) for a in ys]
+
+        @jax.checkpoint
+        def short(carry: Any) -> Any:
+            return layers(carry, [a[count * period :] for a in xs], rest, deeper)
+
+        if not rest:
+            return whole(carry)
+        if reverse:
+            carry, last = short(carry)
+            carry, first = whole(carry)
+        else:
+            carry, first = whole(carry)
+            carry, last = short(carry)
+        return carry, [jnp.concatenate(pair) for pair in zip(first, last, strict=True)]
+
+    last, ys = layers(carry, xs, eqn.params["length"], periods)
+    found = dict(zip(eqn.outvars, (*last, *ys), strict=True))
+    return tuple(found[v] for v in (*block.outputs, *block.exports))

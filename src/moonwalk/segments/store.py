@@ -1,0 +1,502 @@
+"""Segments that JAX differentiates itself: stored, or recomputed.
+
+`Store` keeps what JAX's pullback needs, `Recompute` the state at its start, from which the nodes run
+once more when the reverse pass arrives. Either way JAX gets the whole stretch in one call of `jax.vjp`,
+as it would by `jax.checkpoint`, so that XLA sees all of it at once: what it fuses, and what it keeps for
+a moment, is its own choice. Gradients are found at once; Phase III never sees such a segment.
+
+Bits are packed where that pays. Booleans take a byte each; packed eight to a byte they must be packed
+*now*, or XLA puts it off and keeps what they were made from. That takes a barrier behind every product,
+and so a call of `jax.vjp` for every node. It is done where Booleans are most of what is kept. A product
+whose state is a large part of all states is taken by itself, too: see `is_large_product`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..execute.barriers import Env, barrier
+from ..execute.certificate import Measured
+from ..execute.residuals import Residual, nbytes
+from ..execute.sinks import GradientSink
+from ..execute.twins import PRODUCTS
+from ..network.cutting import Network, Node
+from ..trace import graph
+from .base import Executor, Row, Segment, line_of
+from .codec import in_plans
+from .costs import NodeCost, checkpointed, full_residual, in_periods
+
+
+@in_plans
+@dataclass(frozen=True)
+class Store(Segment):
+    """What JAX's pullback needs is kept."""
+
+    def bind(self, network: Network) -> StoreExecutor:
+        return StoreExecutor(network, self.start, self.stop)
+
+
+@in_plans
+@dataclass(frozen=True)
+class Recompute(Segment):
+    """The state at the start is kept. The nodes run again, by `parts` where there are any: each of them
+    then keeps what it keeps itself."""
+
+    parts: tuple[Segment, ...] = ()
+
+    def bind(self, network: Network) -> RecomputeExecutor | NestedExecutor:
+        if not self.parts:
+            return RecomputeExecutor(network, self.start, self.stop)
+        return NestedExecutor([part.bind(network) for part in self.parts])
+
+
+class Stretch(Executor):
+    """Consecutive nodes [start, stop) of a network, in the order in which they run."""
+
+    def __init__(self, network: Network, start: int, stop: int):
+        self.network, self.start, self.stop = network, start, stop
+        self.nodes = network.nodes[start:stop]
+        self.also: dict[int, tuple[Any, ...]] = {}  # further results of nodes that a segment needs
+        self.last: dict[Any, int] = {}
+        for i, node in enumerate(self.nodes):
+            self.last.update((v, i) for v in (*node.block.inputs, *node.block.operands))
+
+        made = {v for n in self.nodes for v in (*n.block.outputs, *n.block.exports)}
+        reads = dict.fromkeys(v for n in self.nodes for v in (*n.block.inputs, *n.block.operands))
+        self.inputs = tuple(v for v in reads if v not in made and v not in network.fixed)
+        self.state_bytes = nbytes(*(v.aval for v in self.inputs))
+
+    # -- what it takes -----------------------------------------------------------------------------
+    @property
+    def kept_bytes(self) -> int:
+        """What the forward pass keeps."""
+        return self.state_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """What exists besides while the segment is differentiated."""
+        return 0
+
+    def held(self, timeline: Any) -> int:
+        del timeline
+        return self.kept_bytes
+
+    def forward_peak(self, timeline: Any) -> int:
+        return timeline.forward(self, [0] * len(self.nodes))
+
+    # -- running -----------------------------------------------------------------------------------
+    def run_keeping_start(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> list[Any]:
+        """Forward: what `start_again` needs."""
+        kept = [x[v] for v in self.inputs]
+        self.run(fixed, x, retain, again=again)
+        barrier((x, list(x)))
+        return kept
+
+    def start_again(self, fixed: Env, kept: list[Any], h: Env) -> tuple[Env, Env]:
+        """What every phase can read, and the state at the start, for another pass once h is there."""
+        x, fixed = dict(zip(self.inputs, kept, strict=True)), dict(fixed)
+        # Behind a barrier with h, or XLA would merge this forward pass with the first. Weights, too:
+        # what is made of them (a broadcast, a cast) would be made for the first pass, and kept.
+        reads = dict.fromkeys(v for n in self.nodes for v in n.block.operands if v in fixed)
+        barrier((x, list(x)), (h, list(h)), (fixed, list(reads)))
+        return fixed, x
+
+    def run(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> None:
+        """Forward, keeping nothing: reads and writes `x`. `again`: another pass prints."""
+        for i, node in enumerate(self.nodes):
+            if again and node.is_silent:
+                continue
+            values = [_value(x, fixed, v) for v in (*node.block.inputs, *node.block.operands)]
+            split = len(node.block.inputs)
+            made = (*node.block.outputs, *node.block.exports, *self.also.get(i, ()))
+            x.update(zip(made, node.block.values(made, values[:split], values[split:]), strict=True))
+            self.drop(x, i, retain)
+
+    def drop(self, x: Env, i: int, retain: frozenset[Any]) -> None:
+        """Forget what node i was the last to read."""
+        after = self.network.last_read
+        for v in (*self.nodes[i].block.inputs, *self.nodes[i].block.operands):
+            if v in x and v not in retain and self.last[v] == i and after.get(v, -1) < self.stop:
+                del x[v]
+
+
+class PlainStretch(Stretch):
+    """Nodes that JAX differentiates: what it keeps of each."""
+
+    kind: str
+
+    def __init__(self, network: Network, start: int, stop: int, tile: tuple[int, ...] = ()):
+        """`tile`: of one scan, run as a scan of checkpointed scans of so many layers (of so many, …)."""
+        super().__init__(network, start, stop)
+        self.tile = tile
+        self.residuals = [
+            None if n.is_aside or n.is_fork else full_residual(n, network, tile) for n in self.nodes
+        ]
+
+    @functools.cached_property
+    def kept_by_node(self) -> list[int]:
+        """What storing keeps; a state that several nodes keep is the first one's."""
+        source = {copy: n.block.inputs[0] for n in self.nodes if n.is_fork for copy in n.block.outputs}
+        states: set[Any] = set()
+        result = []
+        for node, residual in zip(self.nodes, self.residuals, strict=True):
+            total = 0
+            for place, aval in residual.held if residual is not None else ():
+                if place is not None:
+                    v = (*node.block.inputs, *node.block.operands)[place]
+                    while v in source:
+                        v = source[v]
+                    if v in states:
+                        continue
+                    states.add(v)
+                total += aval.size if aval.dtype == np.bool_ and not self.packs else nbytes(aval)
+            result.append(total)
+        return result
+
+    @functools.cached_property
+    def stored_bytes(self) -> int:
+        """What JAX's pullback keeps."""
+        return sum(self.kept_by_node)
+
+    @property
+    def packs(self) -> bool:
+        """Whether Booleans are packed to bits."""
+        return False
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """What is differentiated at once: all of it.
+
+        But single nodes where bits are packed, and products whose state is a large part of all.
+        """
+        bounds = {0, len(self.nodes)}
+        for i, node in enumerate(self.nodes):
+            if self.packs or is_large_product(node, self.network):
+                bounds.update((i, i + 1))
+        return [Piece(self, range(i, j)) for i, j in itertools.pairwise(sorted(bounds))]
+
+    @property
+    def rerun(self) -> int:
+        if not self.tile:
+            return 0
+        return -(-self.nodes[0].block.eqns[0].params["length"] // self.tile[-1])
+
+    def reverse_peak(self, timeline: Any, *, again: bool) -> int:
+        """Of the reverse pass over the nodes. `again`: once they have run again."""
+        arriving = timeline.live[self.stop]
+        kept = list(itertools.accumulate(self.kept_by_node, initial=0))
+        top = 0
+        for k, i in enumerate(range(self.start, self.stop)):
+            if again:
+                top = max(top, kept[k] + timeline.states(i) + arriving)
+            inside = 0
+            if self.tile:
+                inside = in_periods(self.nodes[k], timeline.costs[i].backprop, self.tile)[1]
+            ordered = is_large_product(self.nodes[k], self.network)
+            top = max(top, timeline.reverse(i, kept[k], kept[k + 1], ordered=ordered) + inside)
+        return top
+
+    def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
+        rows = []
+        for i, node in enumerate(self.nodes):
+            if node.is_aside or node.is_fork:
+                continue
+            cost = costs[self.start + i]
+            size, why = self.row(cost, first=not rows)
+            if chosen:
+                why = node.verdict.reason
+                if node.rule is not None:
+                    why = "stored" if self.kind == "store" else "recomputed"
+                    why += ": cheaper than walking"
+            about = (self.kind, size, None, why, cost.m_x, cost.m_theta)
+            rows.append(Row(node.describe(), line_of(node), *about))
+        return rows
+
+    def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
+        """(bytes, why) of a node."""
+        raise NotImplementedError
+
+
+class StoreExecutor(PlainStretch):
+    """Keeps what the pullback needs."""
+
+    kind = "store"
+
+    @property
+    def data(self) -> Segment:
+        return Store(self.start, self.stop)
+
+    @functools.cached_property
+    def packs(self) -> bool:
+        held = [a for r in self.residuals if r is not None for _, a in r.held]
+        masks = sum(a.size for a in held if a.dtype == np.bool_)
+        return masks > sum(nbytes(a) for a in held if a.dtype != np.bool_)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.stored_bytes
+
+    def forward_peak(self, timeline: Any) -> int:
+        return timeline.forward(self, self.kept_by_node)
+
+    def backward_peak(self, timeline: Any) -> int:
+        return self.reverse_peak(timeline, again=False)
+
+    def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
+        return cost.backprop, "stored, as residuals"
+
+    def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
+        saved: list[Any] = []
+        for piece in self.pieces:
+            saved.append(piece.linearise(fixed, x, again=again))
+            for i in piece.places:
+                self.drop(x, i, results)
+            last = piece is self.pieces[-1]
+            if self.packs and (piece.is_heavy or last):
+                barrier((x, list(x)), (saved, range(len(saved))))
+        return saved
+
+    def backward(self, fixed: Env, saved: Any, h: Env, out: GradientSink) -> list[Measured]:
+        for piece, kept in zip(reversed(self.pieces), reversed(saved), strict=True):
+            piece.backward(piece.restore(fixed, kept), h, out)
+        for node in self.nodes:
+            out.close(node.weights)
+        return []
+
+
+class RecomputeExecutor(PlainStretch):
+    """Keeps the state at its start, and runs again."""
+
+    kind = "recompute"
+
+    @property
+    def rerun(self) -> int:
+        return 1
+
+    @property
+    def data(self) -> Segment:
+        return Recompute(self.start, self.stop)
+
+    @property
+    def transient_bytes(self) -> int:
+        return self.stored_bytes
+
+    def backward_peak(self, timeline: Any) -> int:
+        return self.kept_bytes + self.reverse_peak(timeline, again=True)
+
+    def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
+        del cost
+        return self.kept_bytes if first else 0, "run again from the segment's start"
+
+    def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
+        return self.run_keeping_start(fixed, x, results, again=again)
+
+    def backward(self, fixed: Env, saved: Any, h: Env, out: GradientSink) -> list[Measured]:
+        fixed, x = self.start_again(fixed, saved, h)
+        pullbacks = [piece.pullback(fixed, x) for piece in self.pieces]
+        for piece in reversed(self.pieces):
+            piece.backward(pullbacks.pop(), h, out)
+        for node in self.nodes:
+            out.close(node.weights)
+        return []
+
+
+class NestedExecutor(Stretch):
+    """Segments in a segment: run again from its start, each of them keeps what it keeps itself."""
+
+    def __init__(self, parts: Sequence[Any]):
+        super().__init__(parts[0].network, parts[0].start, parts[-1].stop)
+        self.parts = parts
+
+    @property
+    def data(self) -> Segment:
+        return Recompute(self.start, self.stop, tuple(part.data for part in self.parts))
+
+    @property
+    def transient_bytes(self) -> int:
+        return sum(p.kept_bytes for p in self.parts) + max(p.transient_bytes for p in self.parts)
+
+    def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
+        return self.run_keeping_start(fixed, x, results, again=again)
+
+    def backward(self, fixed: Env, saved: Any, h: Env, out: GradientSink) -> list[Measured]:
+        fixed, x = self.start_again(fixed, saved, h)
+        inside = [part.forward(fixed, x, frozenset(), again=True) for part in self.parts]
+        for part in reversed(self.parts):
+            part.backward(fixed, inside.pop(), h, out)
+        return []
+
+    def backward_peak(self, timeline: Any) -> int:
+        return self.kept_bytes + timeline.live[self.stop] + timeline.through(self.parts)
+
+    def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
+        return [row for part in self.parts for row in part.rows(costs, chosen=chosen)]
+
+    @property
+    def rerun(self) -> int:
+        return sum(part.rerun or 1 for part in self.parts)
+
+
+class Piece:
+    """Consecutive nodes of a stretch that are differentiated by one call of `jax.vjp`."""
+
+    def __init__(self, stretch: PlainStretch, places: range):
+        self.places, self.network, self.tile = places, stretch.network, stretch.tile
+        self.nodes = nodes = [stretch.nodes[i] for i in places]
+        self.is_heavy = any(n.is_heavy for n in nodes)
+        made = dict.fromkeys(v for n in nodes for v in (*n.block.outputs, *n.block.exports))
+        self.states, self.outputs, self.weights = ends(nodes)
+        reads = dict.fromkeys(v for n in nodes for v in (*n.block.inputs, *n.block.operands))
+        known = {*made, *self.states, *self.weights}
+        self.others = [v for v in reads if v not in known]
+        after, stop = stretch.network.last_read, stretch.start + places[-1] + 1
+        results = stretch.network.results
+        arriving = set(self.outputs)
+        self.exports = [
+            v for v in made if v not in arriving and (after.get(v, -1) >= stop or v in results)
+        ]
+        # Of a light node the state may be less than its residuals: it is linearised again from it.
+        residuals = [stretch.residuals[i] for i in places]
+        self.again = [r is not None and r.from_state for r in residuals]
+
+    def _run(self, states: Any, weights: Any, others: Any, *, silent: bool) -> Any:
+        """(outputs, exports). `silent`: what prints or calls back has done so."""
+        reads = (*self.states, *self.weights, *self.others)
+        env = dict(zip(reads, (*states, *weights, *others), strict=True))
+        for node, again in zip(self.nodes, self.again, strict=True):
+            if silent and node.is_silent:
+                continue
+            block = node.block
+            made = (*block.outputs, *block.exports)
+            x, operands = ([env[v] for v in of] for of in (block.inputs, block.operands))
+            if self.tile:
+                values = checkpointed(node, self.tile, x, operands)
+            elif again:
+                run = functools.partial(block.values, made)
+                values = jax.checkpoint(run, prevent_cse=False)(x, operands)
+            else:
+                values = block.values(made, x, operands)
+            env.update(zip(made, values, strict=True))
+        return [env[v] for v in self.outputs], [env[v] for v in self.exports]
+
+    def _vjp(self, states: Any, weights: Any, others: Any, *, silent: bool) -> Any:
+        run = functools.partial(self._run, others=others, silent=silent)
+        return jax.vjp(run, list(states), list(weights), has_aux=True)
+
+    def pullback(self, fixed: Env, x: Env) -> Any:
+        """JAX's own, where the nodes have run before."""
+        reads = (self.states, self.weights, self.others)
+        states, weights, others = ([_value(x, fixed, v) for v in of] for of in reads)
+        y, pullback, exports = self._vjp(states, weights, others, silent=True)
+        x.update(zip((*self.outputs, *self.exports), (*y, *exports), strict=True))
+        return pullback
+
+    @functools.cached_property
+    def residual(self) -> Residual:
+        """What the pullback keeps."""
+        split = len(self.weights)
+
+        def linearize(states: Any, operands: Any) -> Any:
+            y, pullback, exports = self._vjp(states, operands[:split], operands[split:], silent=False)
+            return (*y, *exports), pullback
+
+        operands = (*self.weights, *self.others)
+        states, values = ([graph.struct(v) for v in of] for of in (self.states, operands))
+        return Residual(linearize, states, values, self.network.kinds(operands), rerun=False)
+
+    def linearise(self, fixed: Env, x: Env, *, again: bool) -> Any:
+        """Run the nodes; returns what `restore` needs.
+
+        `again`: what prints or calls back has done so.
+        """
+        if again and all(n.is_silent for n in self.nodes):
+            return []
+        states = [x[v] for v in self.states]
+        operands = [_value(x, fixed, v) for v in (*self.weights, *self.others)]
+        y, kept = self.residual.forward(states, operands, silent=again)
+        x.update(zip((*self.outputs, *self.exports), y, strict=True))
+        return kept
+
+    def restore(self, fixed: Env, kept: Any) -> Any:
+        """The pullback again."""
+        if not self.outputs:
+            return None
+        return self.residual.restore(kept, [fixed.get(v) for v in (*self.weights, *self.others)])
+
+    def backward(self, pullback: Any, h: Env, out: GradientSink) -> None:
+        if not self.outputs:
+            return
+        arriving = [h.pop(v).astype(v.aval.dtype) for v in self.outputs]
+        if len(self.nodes) == 1 and is_one_product(self.nodes[0]):
+            # The state is read by the gradient alone: take that first, and the state is gone before its
+            # cotangent, which is as large, is made.
+            box = {"found": pullback(arriving)[1], "arriving": arriving}
+            barrier((box, list(box)))
+            found, leaving = box["found"], pullback(box["arriving"])[0]
+        else:
+            leaving, found = pullback(arriving)
+        h.update(zip(self.states, leaving, strict=True))
+        out.add(dict(zip(self.weights, found, strict=True)))
+        if len(self.nodes) == 1 and self.is_heavy:
+            # Or XLA would put gradients off, and keep the activations that they need.
+            barrier((h, self.states), *out.parts(self.weights))
+
+
+def ends(nodes: Sequence[Node]) -> tuple[list[Any], list[Any], list[Any]]:
+    """(states whose cotangents leave, outputs whose cotangents arrive, weights) of consecutive nodes."""
+    carrying = [n for n in nodes if not n.is_aside]
+    made = {v for n in nodes for v in (*n.block.outputs, *n.block.exports)}
+    read = dict.fromkeys(v for n in carrying for v in n.block.inputs)
+    produced = dict.fromkeys(v for n in carrying for v in n.block.outputs)
+    states = [v for v in read if v not in made]
+    outputs = [v for v in produced if v not in read]
+    return states, outputs, list(dict.fromkeys(v for n in carrying for v in n.weights))
+
+
+def store_or_recompute(network: Network, start: int, stop: int) -> StoreExecutor | RecomputeExecutor:
+    """Whichever keeps less, where there is a choice."""
+    nodes = network.nodes[start:stop]
+    stored, recomputed = StoreExecutor(network, start, stop), RecomputeExecutor(network, start, stop)
+    if any(n.calls_once for n in nodes):
+        return stored
+    if any(n.checkpointed for n in nodes):  # what the user checkpointed is never stored
+        return recomputed
+    return recomputed if recomputed.kept_bytes < stored.kept_bytes else stored
+
+
+def may_run_again(nodes: Sequence[Node]) -> bool:
+    """Whether nothing inside calls back to the host and reads the answer."""
+    return not any(n.calls_once for n in nodes)
+
+
+def is_large_product(node: Node, network: Network) -> bool:
+    """Whether a product reads a seventh of all that products of the network read, or more.
+
+    In a network whose states shrink, memory is greatest at the first of them. There it matters in which
+    order gradients are computed, and is worth a barrier that XLA does not fuse across.
+    """
+    if not is_one_product(node):
+        return False
+    if "read by products" not in network.memory:
+        network.memory["read by products"] = sum(
+            nbytes(*(v.aval for v in n.block.inputs)) for n in network.nodes if n.is_heavy
+        )
+    return 7 * nbytes(*(v.aval for v in node.block.inputs)) >= network.memory["read by products"]
+
+
+def is_one_product(node: Node) -> bool:
+    """Whether ∂y/∂x and ∂y/∂θ of a node with weights share no work."""
+    has_both = bool(node.weights and node.block.inputs)
+    return has_both and [e.primitive in PRODUCTS for e in node.block.eqns] == [True]
+
+
+def _value(x: Env, fixed: Env, v: Any) -> Any:
+    """A variable's value, among the activations or the sides."""
+    return x[v] if v in x else fixed[v]

@@ -1,0 +1,148 @@
+"""A function becomes one flat jaxpr.
+
+`jit`, closed calls and `jax.checkpoint` are looked through, because they mean nothing to a Jacobian.
+`custom_jvp`/`custom_vjp` calls stay whole: their derivative is what their author says it is (inlined,
+a straight-through estimator's gradient would become 0 and `relu`'s at 0 would become 1/2).
+
+Cached jit bodies share their `Var` objects between calls, so equations are not spliced: the traced
+jaxpr is evaluated under a second trace by an interpreter that opens the calls on its way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _jax
+from .._jax import Literal
+from . import activity
+
+
+class Staged(NamedTuple):
+    """A flat jaxpr, its constants, and the names the constants have in the user's code."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    names: dict[Any, str]  # constvar -> "model.layers[3].weight"
+    out_tree: Any
+
+
+def stage(fun: Callable[..., Any], *args: Any, differentiated: int | None = None) -> Staged:
+    """Trace `fun` at `args` (pytrees of arrays or ShapeDtypeStructs) into one flat jaxpr.
+
+    `differentiated`: the first output is going to be differentiated with respect to so many leaves.
+    """
+    leaves, in_tree = jax.tree.flatten(args)
+    out_trees = []
+
+    def flat_fun(*flat: Any) -> list[Any]:
+        out, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(in_tree, flat)))
+        out_trees.append(out_tree)
+        return out
+
+    jaxpr, consts = flatten_calls(jax.make_jaxpr(flat_fun)(*leaves), leaves)
+    if differentiated is not None:
+        jaxpr, consts = activity.settled(jaxpr, consts, differentiated, 1)
+    names = name_constants(fun, jaxpr.constvars, consts)
+    return Staged(jaxpr, tuple(consts), names, out_trees[-1])
+
+
+def flatten_calls(closed: Any, avals: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The same jaxpr with every call opened that means nothing to differentiation."""
+    jaxpr, consts = _jax.open_jaxpr(closed)
+    flat = jax.make_jaxpr(lambda *flat: evaluate(jaxpr, consts, flat, {}))(*avals)
+    return _jax.open_jaxpr(flat)
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[Any, Any]) -> list[Any]:
+    """Evaluate a jaxpr, opening calls and doing nothing twice.
+
+    `done` remembers each equation by its primitive, operands and parameters: `x[::2]` written twice
+    must not look like two uses of x.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(v) for v in eqn.invars]
+        if eqn.primitive in _jax.CALLS:
+            with _jax.source_context(eqn), eqn.ctx.manager, _jax.checkpoint_mark(eqn):
+                outputs = evaluate(*_jax.called_jaxpr(eqn), inputs, done)
+        elif (key := _key(eqn, inputs)) is not None and key in done:
+            outputs = done[key][1]
+        else:
+            outputs = _jax.bind(eqn, inputs, as_written=True)
+            if key is not None:
+                done[key] = (inputs, outputs)  # the inputs too: an id is unique while they live
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _key(eqn: _jax.JaxprEqn, inputs: Sequence[Any]) -> Any:
+    """What makes two equations the same, or None where that cannot be told."""
+    operands = tuple(
+        (np.asarray(atom.val).tobytes(), str(atom.aval)) if isinstance(atom, Literal) else id(value)
+        for atom, value in zip(eqn.invars, inputs, strict=True)
+    )
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    try:
+        hash(params)
+    except TypeError:
+        return None
+    return None if _jax.has_effects(eqn) else (eqn.primitive, operands, params)
+
+
+def name_constants(
+    fun: Callable[..., Any], constvars: Sequence[Any], consts: Sequence[Any]
+) -> dict[Any, str]:
+    """Where each closed-over array lives in the user's code, found by identity.
+
+    A message that says "the kernel `net.layers[2].weight`" is worth the walk over the closure.
+    """
+    if not constvars:
+        return {}
+    by_id: dict[int, str] = {}
+    for name, value in _captured(fun).items():
+        try:
+            leaves = jax.tree.flatten_with_path(value)[0]
+        except (TypeError, ValueError):  # not a pytree after all (a dict with keys of mixed types)
+            continue
+        for path, leaf in leaves:
+            by_id.setdefault(id(leaf), name + jax.tree_util.keystr(path))
+    return {v: by_id[id(c)] for v, c in zip(constvars, consts, strict=True) if id(c) in by_id}
+
+
+def _captured(fun: Any) -> dict[str, Any]:
+    """Names and values that a function closes over, through wrappers and bound methods."""
+    captured: dict[str, Any] = {}
+    seen: set[int] = set()
+    pending = [fun]
+    while pending:
+        f = pending.pop()
+        if id(f) in seen or len(seen) > 64:
+            continue
+        seen.add(id(f))
+        pending += [g for g in (getattr(f, "__wrapped__", None), getattr(f, "func", None)) if g]
+        if inspect.ismethod(f):
+            captured.setdefault("self", f.__self__)
+            f = f.__func__
+        if inspect.isfunction(f):
+            try:
+                variables = inspect.getclosurevars(f)
+            except ValueError:  # a variable that is not assigned yet
+                continue
+            for name, value in {**variables.globals, **variables.nonlocals}.items():
+                if inspect.isfunction(value) or inspect.ismethod(value):
+                    pending.append(value)
+                elif not inspect.ismodule(value):
+                    captured.setdefault(name, value)
+        elif not inspect.isclass(f) and not inspect.isbuiltin(f):
+            captured.setdefault(type(f).__name__, f)  # a callable pytree, e.g. an Equinox module
+    return captured

@@ -1,0 +1,23 @@
+"""A part of `make golden`: plans and programs of every eighth network are those on record."""
+
+import json
+
+import golden
+import pytest
+
+RECORDS = json.loads(golden.FILE.read_text())
+CASES = dict(list(golden.cases().items())[::8])
+
+
+@pytest.mark.skipif(RECORDS["ground"] != golden.ground(), reason="the records are of another JAX")
+@pytest.mark.parametrize("name", CASES)
+def test_plans_and_programs_are_those_on_record(name):
+    found = golden.record(CASES[name], compiled=False)
+    lines = golden.differences(RECORDS["networks"].get(name, {}), found)
+    assert not lines, "\n".join(
+        [*lines, "if that is meant: make golden WRITE=1, and say why in the commit"]
+    )
+
+
+def test_every_network_is_on_record():
+    assert set(RECORDS["networks"]) == set(golden.cases())
