@@ -24,6 +24,8 @@ def test_every_network_is_on_record():
 
 
 def test_records_do_not_depend_on_where_the_checkout_is():
-    program = "report=Place(block='tanh', line='{}/tests/networks.py:98 (turn)', limit=1e-14) name=f at 0x7f01"
+    program = (
+        "report=Place(block='tanh', line='{}/tests/networks.py:98 (turn)', limit=1e-14) name=f at 0x7f01"
+    )
     here, there = golden.digest(program.format("/home/a")), golden.digest(program.format("/tmp/b"))
     assert here == there != golden.digest(program.replace("1e-14", "1e-13"))

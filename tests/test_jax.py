@@ -45,3 +45,32 @@ def test_how_a_batching_rule_sees_an_unbatched_operand():
     _jax.batching.primitive_batchers[primitive] = batched
     jax.vmap(primitive.bind, in_axes=(0, None))(jnp.ones(3), jnp.ones(()))
     assert seen == [0, _jax.not_mapped]
+
+
+def test_what_a_custom_derivative_computes():
+    @jax.custom_jvp
+    def halved(x, y):
+        return x * y, x
+
+    halved.defjvp(lambda p, t: (halved(*p), (0.5 * t[0] * p[1], t[1])))
+    (eqn,) = jax.make_jaxpr(halved)(1.0, 2.0).eqns
+    found = _jax.custom_jvp(eqn)
+    assert found is not None and found.num_consts == 0 and found.out_zeros == (False, False)
+    out = jax.core.eval_jaxpr(found.jaxpr, found.consts, 3.0, 5.0, 1.0, 7.0)
+    assert out == [15.0, 3.0, 2.5, 7.0]
+    assert _jax.custom_jvp(jax.make_jaxpr(jnp.sin)(1.0).eqns[0]) is None
+
+
+def test_what_is_staged():
+    seen = []
+
+    def look(x):
+        seen.append(_jax.is_staged([x, 1.0]))
+        return x
+
+    look(jnp.ones(3))
+    jax.vmap(look)(jnp.ones(3))
+    jax.grad(look)(1.0)
+    assert seen == [False] * 3
+    jax.jit(look)(jnp.ones(3))
+    assert seen[-1]

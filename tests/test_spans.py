@@ -355,7 +355,11 @@ def test_an_unstable_causal_layer_takes_fragments():
 
 @pytest.mark.slow
 def test_training_for_500_steps():
-    """Weights drift, the certificate notices, the plan is made anew: gradients stay within tolerance."""
+    """Weights drift, the certificate notices, the plan is made anew: gradients stay within tolerance.
+
+    The tolerance is on cotangents. A gradient sums them over examples and positions; where they cancel in that sum
+    their errors need not, and it loses as much more as the sum's condition number says.
+    """
     teacher = layers(3, 8, m=8, scale=1.5, dtype=np.float32)
     ws = layers(3, 8, m=8, scale=0.2, dtype=np.float32)
     x = normal(4, 64, 8, dtype=np.float32)
@@ -374,6 +378,26 @@ def test_training_for_500_steps():
         return plan, jax.jit(mw.value_and_grad(loss, method=plan, certify=True))
 
     @jax.jit
+    def condition(ws):
+        """‖Σ |x| |h|‖ / ‖Σ x h‖ of the gradients, in float64."""
+        ws, y = ws.astype(np.float64), [x.astype(np.float64)]
+        pullbacks = []
+        for w in ws:
+            z, pull = jax.vjp(lambda y, w: conv(y, w, (1, 1)), y[-1], w)
+            out, act = jax.vjp(lambda z: jax.nn.leaky_relu(z, 0.3), z)
+            pullbacks.append((pull, act))
+            y.append(out)
+        h, sums, absolute = 2 * (y[-1] - target) / target.size, [], []
+        for w, (pull, act), y_in in zip(ws[::-1], pullbacks[::-1], y[-2::-1], strict=True):
+            (h_z,) = act(h)
+            absolute.append(
+                jax.vjp(lambda w, y=y_in: conv(jnp.abs(y), w, (1, 1)), w)[1](jnp.abs(h_z))[0]
+            )
+            h, g = pull(h_z)
+            sums.append(g)
+        return jnp.linalg.norm(jnp.stack(absolute)) / jnp.linalg.norm(jnp.stack(sums))
+
+    @jax.jit
     def update(ws, state, gradients):
         changes, state = optimizer.update(gradients, state, ws)
         return optax.apply_updates(ws, changes), state
@@ -389,7 +413,8 @@ def test_training_for_500_steps():
             assert found.error <= plan.tolerance
         spans.append(plan.fragments)
         first = value if first is None else first
-        assert difference(gradients, truth(ws, x)) <= plan.tolerance
+        # A certificate is measured on cotangents, and is itself an estimate to a few per cent.
+        assert difference(gradients, truth(ws, x)) <= max(plan.tolerance, found.error * condition(ws))
         ws, state = update(ws, state, gradients)
     assert plans > 1
     assert sum(spans) >= 100  # steps with fragments

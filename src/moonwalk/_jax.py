@@ -130,6 +130,7 @@ from jax.interpreters import ad, batching, mlir  # noqa: E402
 # All that is looked up among what JAX has not made public, and in which of its modules. Where a version
 # keeps a name elsewhere, the library does without, and `tests/test_jax.py` says so.
 _INTERNALS: dict[str, str] = {
+    "DynamicJaxprTracer": "interpreters.partial_eval",
     "eval_context": "core",
     "prim_requires_devices_during_lowering": "dispatch",
     "pvary_p": "core",
@@ -369,6 +370,25 @@ def _jaxpr_with_pads_opened(closed: Any) -> Any:
         return [literal(v) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
     return jax.make_jaxpr(run)(*(struct(v.aval) for v in jaxpr.invars))
+
+
+class CustomJvp(NamedTuple):
+    """What a custom derivative computes: (primals, tangents) → (outputs, tangents that are not zero)."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    out_zeros: tuple[bool, ...]  # of each output: whether its tangent is a symbolic zero
+    num_consts: int  # inputs of the call, in front, that the derivative does not see
+
+
+def custom_jvp(eqn: JaxprEqn) -> CustomJvp | None:
+    """Of a `custom_jvp` call: JAX traces it once and remembers it. None where it asks which are zero."""
+    if eqn.primitive is not custom_jvp_call_p or eqn.params["symbolic_zeros"]:
+        return None
+    skipped = eqn.params["num_consts"]
+    zeros = [False] * (len(eqn.invars) - skipped)
+    jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+    return CustomJvp(*open_jaxpr(jaxpr)[:1], consts, tuple(out_zeros), skipped)
 
 
 @functools.lru_cache
@@ -673,6 +693,18 @@ def bind_now(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+_Staged = _internal("DynamicJaxprTracer") or ()
+
+
+def is_staged(*arrays: Any) -> bool:
+    """Whether the arrays belong to a program that is being staged, as by `jax.jit`.
+
+    Not under `vmap`, which may be eager, nor under a derivative.
+    """
+    tracers = [a for a in jax.tree.leaves(arrays) if isinstance(a, Tracer)]
+    return bool(tracers) and all(isinstance(a, _Staged) for a in tracers)
 
 
 def is_concrete(*arrays: Any) -> bool:

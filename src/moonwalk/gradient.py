@@ -405,8 +405,18 @@ class Call:
             described = replace(described, numbers=numbers)
         executors = described.bind(network)
         moonwalk_policy.heed_weights(network, executors, values)
-        report.warn_of_deleted_barriers(described)
-        return Engine(staged, network, executors), described, staged
+
+        def complete() -> Plan:
+            return (
+                described
+                if described.rows
+                else report.with_rows(described, network, executors, fused=fused)
+            )
+
+        report.warn_of_deleted_barriers(described, lambda: complete().rows)
+        # A report traces more than a run needs.
+        reads = anew or (described.saves_little and not fused)
+        return Engine(staged, network, executors), complete() if reads else described, staged
 
     def _values(self, staged: loss.Staging) -> dict[Any, Any] | None:
         """Of the jaxpr's inputs and constants, in an eager call."""

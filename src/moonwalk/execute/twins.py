@@ -15,6 +15,7 @@ from jax import lax
 
 from .. import _jax
 from .._jax import JaxprEqn, Literal
+from ..trace.facts import Constants
 from ..trace.graph import Block
 
 PRODUCTS = frozenset({lax.dot_general_p, lax.conv_general_dilated_p})
@@ -97,7 +98,7 @@ def widened(block: Block) -> Block | None:
         tuple(map(wide, block.exports)),
         renamed(block.declarations),
         renamed(block.names),
-        renamed(block.constants),
+        Constants((), {wide(v): block.constants[v] for v in block.operands if v in block.constants}),
     )
 
 

@@ -29,7 +29,7 @@ from ..rules.registry import Rule, Verdict
 from ..trace import graph
 from ..trace.activity import active_variables
 from ..trace.declare import Declaration, propagate
-from ..trace.facts import fold_constants, propagate_names
+from ..trace.facts import Constants, propagate_names
 from ..trace.fingerprint import fingerprint, renamed
 from ..trace.graph import Block, Cutter
 from ..trace.partition import MOVING, POINTWISE, partition
@@ -71,6 +71,10 @@ class Node:
     def model(self) -> Node:
         """The node that stands for all that compute the same, for what follows from a block alone."""
         return self if self.same is None else self.same
+
+    def served_by(self, rule: Rule | None, verdict: Verdict | None = None) -> Node:
+        """The same node with another rule."""
+        return replace(self, rule=rule, verdict=verdict or self.verdict, same=self.model)
 
     @property
     def is_fork(self) -> bool:
@@ -203,7 +207,7 @@ def build(
     - `volatile`: inputs without a derivative that later phases cannot read (a scan's counter).
     - `constants`: inputs that are no data either (numbers known while tracing).
     """
-    folded = fold_constants(jaxpr.eqns, consts or {})
+    folded = Constants(jaxpr.eqns, consts or {})
     declared = propagate(jaxpr.eqns, declarations or {})
     eqns = graph.merge_padding(jaxpr.eqns, jaxpr.outvars, folded, declared)
     active = active_variables(eqns, [*state, *weights], outputs)
@@ -422,7 +426,7 @@ class _Opener:
 
     def __init__(
         self,
-        facts: dict[str, Mapping[Any, Any]],
+        facts: dict[str, Any],
         sides: _Sides,
         order: Sequence[JaxprEqn],
         active: Iterable[Any],

@@ -321,7 +321,7 @@ class _CotangentPlanner:
         return None
 
     def _fragment_bytes(self, i: int, scheme: FragmentRule) -> int:
-        node = replace(self.nodes[i], rule=scheme)
+        node = self.nodes[i].served_by(scheme)
         step = BlockStep(node, self.network, "fragment", self.through[i])
         step.looped = bool(self.place[0])
         return step.fragment_bytes

@@ -77,7 +77,7 @@ def draft(
     book = GainTable(gains, known_values(network, values))
     options, tolerance = search.options_for(network, method)
     costs = node_costs(network, fused=fused)
-    plain = search.choose_segments(network, options, costs, book, walks=False)
+    plain = search.choose_segments(network, options, costs, book)
     return Draft(network, book, options, tolerance, costs, plain)
 
 
@@ -96,7 +96,7 @@ def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
     """The cheapest mixture that the search finds."""
     made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
     whole, book, options, _, costs, plain = made
-    choice = search.choose_segments(whole, options, costs, book)
+    choice = search.choose_segments(whole, options, costs, book, plain)
     if plain.peak <= report.WORTH * choice.peak and not options.always:
         choice = plain
     return made.describe(choice, method, call.signature)

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..segments.base import Executor, Segment
 from ..segments.base import Row as Row
 from ..segments.base import format_bytes as format_bytes
 from ..segments.codec import in_plans
-from ..segments.costs import NodeCost
+from ..segments.costs import NodeCost, node_costs
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
 from .search import Choice, Planned
 from .timeline import backprop_peak
@@ -124,6 +124,9 @@ class Plan:
         best checkpointing, without a line of it in the loss. Only a plan that walks or inverts, which
         takes longer and rounds, and takes no less memory than checkpointing is worth a word then.
         """
+        rival = self._rival()
+        if rival is None:
+            return None
         if not self.rows:
             if self.weight_side_bytes < 2**20:  # a function of a few numbers
                 return None
@@ -132,12 +135,7 @@ class Plan:
                 "is no trunk to walk and all of it is stored; name the arguments that are network "
                 "inputs: method=moonwalk.Moonwalk(inputs=...)"
             )
-        if WORTH * self.peak_bytes > self.backprop_bytes:
-            rival, theirs = "backpropagation", self.backprop_bytes
-        elif (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
-            rival, theirs = "checkpointing", self.checkpoint_bytes
-        else:
-            return None
+        theirs = self.backprop_bytes if rival == "backpropagation" else self.checkpoint_bytes
         costly = max(self.rows, key=lambda r: r.bytes * r.times, default=None)
         text = (
             f"moonwalk: this plan saves less than 10 % of what {rival} takes "
@@ -154,11 +152,24 @@ class Plan:
             text += f" The costliest block is {costly.block} at {costly.source}: {costly.why}."
         return text + " Print moonwalk.plan(...) for all of it."
 
+    @property
+    def saves_little(self) -> bool:
+        """Whether there is something to advise."""
+        return self._rival() is not None
+
+    def _rival(self) -> str | None:
+        """What would take about as little memory, if anything would."""
+        if WORTH * self.peak_bytes > self.backprop_bytes:
+            return "backpropagation"
+        if (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
+            return "checkpointing"
+        return None
+
 
 _said_barriers = False
 
 
-def warn_of_deleted_barriers(plan: Plan) -> None:
+def warn_of_deleted_barriers(plan: Plan, rows: Callable[[], Sequence[Row]]) -> None:
     """Say once per process that the compiler at hand undoes what a plan rests on.
 
     Blocks outside scans that are run again are told from their first run by a barrier alone; merged with
@@ -166,13 +177,15 @@ def warn_of_deleted_barriers(plan: Plan) -> None:
     """
     global _said_barriers
     deleted = None if _said_barriers else _jax.deleted_barriers()
+    if deleted is None:
+        return
     merged = sum(
         row.m_x + row.m_theta
-        for row in plan.rows
+        for row in rows()
         if row.depth == 0 and row.mode not in ("store", "fork") and not row.block.startswith("scan")
     )
     taken = min(plan.peak_bytes + merged, plan.backprop_bytes)
-    if deleted is None or taken <= WORTH * plan.peak_bytes:
+    if taken <= WORTH * plan.peak_bytes:
         return
     _said_barriers = True
     warnings.warn(
@@ -252,12 +265,10 @@ def describe(
     gains: tuple[tuple[Any, Gain], ...],
     weight_side_bytes: int,
 ) -> Plan:
-    """The plan as a user reads it."""
-    chosen = isinstance(method, Moonwalk | PureForward)
-    rows = [row for segment in choice.segments for row in segment.rows(costs, chosen=chosen)]
+    """The plan, still without rows: `with_rows` adds them for whoever reads them."""
     facts = [segment.facts for segment in choice.segments]
     return Plan(
-        rows=tuple(rows),
+        rows=(),
         method=method,
         tolerance=tolerance,
         kept_bytes=choice.kept,
@@ -277,5 +288,13 @@ def describe(
         segments=tuple(executor.data for executor in choice.segments),
         nodes=describe_nodes(network),
         jvps=sum(f.jvps for f in facts),
-        inverted=sum(row.mode == "invert" and "scan" not in row.block.split()[:1] for row in rows),
+        inverted=sum(f.inverted for f in facts),
     )
+
+
+def with_rows(plan: Plan, network: Network, executors: Sequence[Executor], *, fused: bool) -> Plan:
+    """The plan, with what is done to every block."""
+    costs = node_costs(network, fused=fused)
+    chosen = isinstance(plan.method, Moonwalk | PureForward)
+    rows = (row for executor in executors for row in executor.rows(costs, chosen=chosen))
+    return replace(plan, rows=tuple(rows))

@@ -52,6 +52,7 @@ class Choice:
     kept: int
     peak: int  # by `timeline`
     transient: int = 0  # while one of them is differentiated
+    pieces: Sequence[Piece] = ()  # that the search made it of
 
     @property
     def total(self) -> int:
@@ -65,20 +66,30 @@ class Choice:
 
 
 def choose_segments(
-    network: Network, options: Options, costs: Sequence[NodeCost], book: GainTable, *, walks: bool = True
+    network: Network,
+    options: Options,
+    costs: Sequence[NodeCost],
+    book: GainTable,
+    plain: Choice | None = None,
 ) -> Choice:
-    """The cheapest way found; without `walks`, the cheapest mixture of storing and recomputing."""
+    """The cheapest way found.
+
+    `plain`: the cheapest mixture of storing and recomputing. Without it, that is what is looked for.
+    """
+    walks = plain is not None
     envs = None if book.values is None else [book.values]
     n = len(network.nodes)
     steps: list[Step] = []
     if n and walks:
         steps = plan_walk(network, 0, n, options, book=book, envs=envs)[0].steps
     best: Choice | None = None
-    chosen: list[Piece] = []
     # `anchor_every` requests stored states, so inversion is disabled.
     may_invert = walks and options.anchor_every is None and not options.always
     reversible = _Reversible(network) if may_invert else None
-    for allowed in (False,) if not walks else (True,) if options.always else (True, False):
+    reversible = reversible if reversible is not None and reversible.limits() else None
+    if plain is not None and reversible is None and not options.always:
+        best = plain  # without walks there is nothing new
+    for allowed in (False,) if not walks else (True,) if options.always or best else (True, False):
         walked = _Walked(steps, options) if allowed else None
         least, seen = math.inf, []
         for limit in _transients(costs, walked, reversible):
@@ -95,10 +106,12 @@ def choose_segments(
             if allowed and not options.always and not choice.recovers:
                 continue
             if best is None or choice.peak < best.peak:
-                best, chosen = choice, pieces
+                best = choice
     assert best is not None
     if walks and options.checkpoint not in (None, "auto"):
-        return _realise(network, _cut_walks(steps, chosen, options.checkpoint), costs, options, book)
+        return _realise(
+            network, _cut_walks(steps, best.pieces, options.checkpoint), costs, options, book
+        )
     return best
 
 
@@ -379,7 +392,10 @@ def _realise(
             gradients = max(c.gradients for c in costs[i:j])
             transient = max(transient, run.transient_bytes + gradients)
         else:
-            found = _plain(network, i, j, costs)
+            key = ("plain", i, j)  # the same in many choices
+            if key not in network.memory:
+                network.memory[key] = _plain(network, i, j, costs)
+            found = network.memory[key]
             transient = max(0, transient - sum(s.kept_bytes for s in found)) if j == n else transient
             for plain in found:
                 segments.append(plain)
@@ -387,7 +403,7 @@ def _realise(
                 own = costs[plain.start : plain.stop]
                 inner = max(c.gradients for c in own) + max((c.transient for c in own), default=0)
                 transient = max(transient, plain.transient_bytes + inner)
-    return Choice(segments, kept, timeline.peak(network, segments, costs), transient)
+    return Choice(segments, kept, timeline.peak(network, segments, costs), transient, pieces)
 
 
 def _plain(

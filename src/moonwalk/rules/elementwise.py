@@ -442,8 +442,7 @@ _probes: dict[Any, Probe] = {}
 
 def _known_numbers(block: Block) -> list[np.ndarray | None]:
     """Of each operand its value, where it is one number that is known while tracing."""
-    known = [block.constants.get(v) for v in block.operands]
-    return [a if a is not None and a.size == 1 else None for a in known]
+    return [block.constants.get(v) if v.aval.size == 1 else None for v in block.operands]
 
 
 def _probe(program: Program, numbers: Sequence[np.ndarray | None]) -> Probe:

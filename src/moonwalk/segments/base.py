@@ -52,6 +52,7 @@ class Facts(NamedTuple):
     checked: bool = False  # whether it carries a certificate
     walks: bool = False
     jvps: int = 0  # that a seed takes
+    inverted: int = 0  # blocks whose input is reconstructed from their output
     recovers: bool = (
         False  # whether a walk recovers a cotangent: between anchors, recomputing does as well
     )

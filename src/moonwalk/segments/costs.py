@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,10 +56,10 @@ def full_residual(node: Node, network: Network, periods: tuple[int, ...] = ()) -
 
 @dataclass
 class NodeCost:
-    """Bytes of one node: what ∂y/∂x needs, and what ∂y/∂θ needs besides."""
+    """Bytes of one node."""
 
-    m_x: int
-    m_theta: int
+    backprop: int = 0  # everything that reverse mode keeps, Booleans as bits
+    wrt_x: Callable[[], int] = int  # what of that ∂y/∂x needs
     period: int | None = None  # of a scan that is cheaper as a scan of checkpointed scans
     transient: int = 0  # of such a scan: the residuals of one period
     carries: int = 0  # and the carries that it keeps
@@ -67,10 +67,15 @@ class NodeCost:
     gradients: int = 0  # of stacked weights, where they would otherwise not all exist at once
     unpacked: int = 0  # what Booleans take beyond a bit each where JAX keeps them, as bytes
 
+    @functools.cached_property
+    def m_x(self) -> int:
+        """Bytes that ∂y/∂x needs. Found by tracing its pullback when a report asks for it."""
+        return min(self.wrt_x(), self.backprop)
+
     @property
-    def backprop(self) -> int:
-        """Everything that reverse mode keeps, Booleans as bits."""
-        return self.m_x + self.m_theta
+    def m_theta(self) -> int:
+        """Bytes that ∂y/∂θ needs besides."""
+        return self.backprop - self.m_x
 
     @property
     def full(self) -> int:
@@ -80,7 +85,7 @@ class NodeCost:
 
 
 def node_costs(network: Network, *, fused: bool = False) -> list[NodeCost]:
-    """M_x and M_θ of every node, by tracing its pullbacks.
+    """What every node takes, by tracing its pullback; once for nodes that compute the same.
 
     `fused`: gradients are applied as they come, but those of a scan that is not walked come at once.
     """
@@ -99,16 +104,17 @@ def node_costs(network: Network, *, fused: bool = False) -> list[NodeCost]:
 def _node_cost(node: Node, network: Network) -> NodeCost:
     block = node.block
     if node.is_aside or node.is_fork:
-        return NodeCost(0, 0)
+        return NodeCost()
     x, operands = block.structs()
 
-    def wrt_x(x: Any, operands: Any) -> Any:
+    def pullback(x: Any, operands: Any) -> Any:
         return jax.vjp(lambda *x: block(x, operands), *x)
 
+    def wrt_x() -> int:
+        return Residual(pullback, x, operands, network.kinds(block.operands)).leaf_bytes if x else 0
+
     whole = full_residual(node, network)
-    m_x = Residual(wrt_x, x, operands, network.kinds(block.operands)).leaf_bytes if x else 0
-    m_x = min(m_x, whole.leaf_bytes)
-    cost = NodeCost(m_x, whole.leaf_bytes - m_x, stored=whole.bytes)
+    cost = NodeCost(whole.leaf_bytes, wrt_x, stored=whole.bytes)
     masks = [v.aval for v in whole.distinct if v.aval.dtype == np.bool_]
     cost.unpacked = sum(a.size for a in masks) - nbytes(*masks)
     if node.is_scan and not node.effects:

@@ -185,6 +185,7 @@ class SkippedNode:
 
     is_inverted = False
     is_derived = True
+    blocks = 0
 
     def back(self, fixed: Env, x: Env, h: Env, out: GradientSink) -> None:
         """Nothing."""
@@ -205,6 +206,7 @@ class InvertedBlock:
         self.bytes = self.residual.bytes  # what it takes while it is differentiated
 
     is_inverted = True
+    blocks = 1
 
     @property
     def is_derived(self) -> bool:
@@ -250,6 +252,11 @@ class InvertedLoop:
 
     is_inverted = True
     is_derived = False
+
+    @property
+    def blocks(self) -> int:
+        """Of its body, those whose input is reconstructed."""
+        return sum(part.blocks for part in self.layer)
 
     def rows(self, cost: NodeCost, kept: int, depth: int = 0, times: int = 1) -> list[Row]:
         """As a report shows it: the loop, and what is in its body."""
@@ -405,7 +412,7 @@ class InvertExecutor(Stretch):
 
     @property
     def facts(self) -> Facts:
-        return Facts(checked=True)
+        return Facts(checked=True, inverted=sum(part.blocks for part in self.parts))
 
     def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
         rows: list[Row] = []

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import _jax
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
 from ..execute.residuals import Residual, nbytes
@@ -296,6 +297,8 @@ class RecomputeExecutor(PlainStretch):
         return self.kept_bytes if first else 0, "run again from the segment's start"
 
     def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
+        for piece in self.pieces:
+            piece.equals  # noqa: B018  (all pieces are known to each other before the first one is pulled back)
         return self.run_keeping_start(fixed, x, results, again=again)
 
     def backward(self, fixed: Env, saved: Any, h: Env, out: GradientSink) -> list[Measured]:
@@ -366,6 +369,34 @@ class Piece:
         residuals = [stretch.residuals[i] for i in places]
         self.again = [r is not None and r.from_state for r in residuals]
 
+    @functools.cached_property
+    def equals(self) -> list[Piece]:
+        """The pieces of the network that compute the same, by the same nodes, wired alike."""
+        numbers: dict[Any, int] = {}
+
+        def places(variables: Sequence[Any]) -> tuple[int, ...]:
+            return tuple(numbers.setdefault(v, len(numbers)) for v in variables)
+
+        blocks = ((n.model, n.block) for n in self.nodes)
+        wiring = tuple(
+            (model, places((*b.inputs, *b.operands, *b.outputs, *b.exports))) for model, b in blocks
+        )
+        ends = (self.states, self.outputs, self.weights, self.others, self.exports)
+        key = ("piece", wiring, tuple(map(places, ends)), tuple(self.again), self.tile)
+        found = self.network.memory.setdefault(key, [])
+        found.append(self)
+        return found
+
+    @property
+    def model(self) -> Piece:
+        """The one that is traced for all that compute the same."""
+        return self.equals[0]
+
+    @functools.cached_property
+    def _run_jitted(self) -> Any:
+        """`_run`, without what prints, traced, differentiated and lowered once. XLA inlines it."""
+        return jax.jit(functools.partial(self._run, silent=True))
+
     def _run(self, states: Any, weights: Any, others: Any, *, silent: bool) -> Any:
         """(outputs, exports). `silent`: what prints or calls back has done so."""
         reads = (*self.states, *self.weights, *self.others)
@@ -386,15 +417,14 @@ class Piece:
             env.update(zip(made, values, strict=True))
         return [env[v] for v in self.outputs], [env[v] for v in self.exports]
 
-    def _vjp(self, states: Any, weights: Any, others: Any, *, silent: bool) -> Any:
-        run = functools.partial(self._run, others=others, silent=silent)
-        return jax.vjp(run, list(states), list(weights), has_aux=True)
-
     def pullback(self, fixed: Env, x: Env) -> Any:
         """JAX's own, where the nodes have run before."""
         reads = (self.states, self.weights, self.others)
         states, weights, others = ([_value(x, fixed, v) for v in of] for of in reads)
-        y, pullback, exports = self._vjp(states, weights, others, silent=True)
+        # Pieces that compute the same share a program; not eagerly, where every call would compile it.
+        shares = len(self.equals) > 1 and _jax.is_staged(states, weights, others)
+        run = self.model._run_jitted if shares else functools.partial(self._run, silent=True)
+        y, pullback, exports = _vjp(run, states, weights, others)
         x.update(zip((*self.outputs, *self.exports), (*y, *exports), strict=True))
         return pullback
 
@@ -404,7 +434,8 @@ class Piece:
         split = len(self.weights)
 
         def linearize(states: Any, operands: Any) -> Any:
-            y, pullback, exports = self._vjp(states, operands[:split], operands[split:], silent=False)
+            run = functools.partial(self._run, silent=False)
+            y, pullback, exports = _vjp(run, states, operands[:split], operands[split:])
             return (*y, *exports), pullback
 
         operands = (*self.weights, *self.others)
@@ -420,7 +451,7 @@ class Piece:
             return []
         states = [x[v] for v in self.states]
         operands = [_value(x, fixed, v) for v in (*self.weights, *self.others)]
-        y, kept = self.residual.forward(states, operands, silent=again)
+        y, kept = self.model.residual.forward(states, operands, silent=again)
         x.update(zip((*self.outputs, *self.exports), y, strict=True))
         return kept
 
@@ -428,7 +459,7 @@ class Piece:
         """The pullback again."""
         if not self.outputs:
             return None
-        return self.residual.restore(kept, [fixed.get(v) for v in (*self.weights, *self.others)])
+        return self.model.residual.restore(kept, [fixed.get(v) for v in (*self.weights, *self.others)])
 
     def backward(self, pullback: Any, h: Env, out: GradientSink) -> None:
         if not self.outputs:
@@ -447,6 +478,11 @@ class Piece:
         if len(self.nodes) == 1 and self.is_heavy:
             # Or XLA would put gradients off, and keep the activations that they need.
             barrier((h, self.states), *out.parts(self.weights))
+
+
+def _vjp(run: Any, states: Sequence[Any], weights: Sequence[Any], others: Sequence[Any]) -> Any:
+    """Of a piece's `run`: (outputs, pullback to states and weights, exports)."""
+    return jax.vjp(lambda *args: run(*args, list(others)), list(states), list(weights), has_aux=True)
 
 
 def ends(nodes: Sequence[Node]) -> tuple[list[Any], list[Any], list[Any]]:

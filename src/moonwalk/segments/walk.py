@@ -786,7 +786,7 @@ def _bind_walked(node: Node, network: Network, source: Any, in_loop: bool) -> St
             f"method=: the plan walks through {node.describe()}, which has no vijp here: "
             f"{verdict.reason}. Make it anew with moonwalk.plan(fun, *args)."
         )
-    bound = dataclasses.replace(node, rule=rule, verdict=verdict)
+    bound = node.served_by(rule, verdict)
     step = BlockStep(bound, network, kind, through, source.reason, source.gain, source.measured)
     step.looped = in_loop
     step.ask = source.ask if isinstance(source, Restored) else Ask()

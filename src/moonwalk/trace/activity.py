@@ -92,6 +92,8 @@ def _cotangents(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool
         found = (
             entering  # its author's rules speak of the whole state, though half of a coupling passes by
         )
+    elif eqn.primitive is _jax.custom_jvp_call_p and not eqn.params["symbolic_zeros"]:
+        found = _cotangents_by_jvp(eqn, entering, arriving)
     elif len(eqn.outvars) > 1 or eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p):
         found = _cotangents_by_tracing(eqn, entering, arriving)
     else:
@@ -161,6 +163,22 @@ class _Loop:
                 found[self.consts : self.consts + self.carry] = more
                 return [False] * self.skipped + found, leaving
             leaving[: self.carry] = more
+
+
+def _cotangents_by_jvp(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool]) -> list[bool]:
+    """Of a custom derivative: its own equations tell which tangents reach which."""
+    try:
+        jvp = _jax.custom_jvp(eqn)
+    except Exception:  # it cannot be differentiated: JAX says so where the gradient is computed
+        return list(entering)
+    assert jvp is not None
+    seen = entering[jvp.num_consts :]
+    tangents = jvp.jaxpr.invars[len(seen) :]
+    out = iter(jvp.jaxpr.outvars[len(arriving) :])
+    leaving = [None if zero else next(out) for zero in jvp.out_zeros]
+    wanted = [v for v, a in zip(leaving, arriving, strict=True) if a and v is not None]
+    active = active_variables(jvp.jaxpr.eqns, itertools.compress(tangents, seen), wanted)
+    return [*[False] * jvp.num_consts, *(v in active for v in tangents)]
 
 
 def _cotangents_by_tracing(

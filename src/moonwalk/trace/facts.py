@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,29 +45,84 @@ def propagate_names(eqns: Iterable[JaxprEqn], names: Mapping[Any, str]) -> dict[
 _FOLD_LIMIT = 1 << 22  # entries; indices larger than this are not looked into
 
 
-def fold_constants(eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
-    """Integer values that are known while tracing: static indices and what is computed from them."""
-    small = {v: _jax.concrete(c) for v, c in consts.items() if _foldable(c)}
-    known = {v: c for v, c in small.items() if c is not None}
-    for eqn in eqns:
-        if eqn.primitive in _jax.SAME_VALUES:
-            value = _value(eqn.invars[0], known)
-            if value is not None and _foldable(eqn.outvars[0].aval):
-                known[eqn.outvars[0]] = value
-        elif (
-            (eqn.primitive in POINTWISE or eqn.primitive in _FOLDED)
-            and all(_foldable(v.aval) for v in eqn.outvars)
-            and all(isinstance(v, Literal) or v in known for v in eqn.invars)
-        ):
-            with _jax.evaluated_now():
-                inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
-                outputs = _jax.bind_now(eqn, [jnp.asarray(a) for a in inputs])
-            known.update((v, np.asarray(o)) for v, o in zip(eqn.outvars, outputs, strict=True))
-    return known
+class Constants(Mapping[Any, np.ndarray]):
+    """Integers, and single numbers, that are known while tracing: static indices, and what they make.
+
+    Which variables have such a value is found at once. The value itself is computed when a rule asks for
+    it: few ever do, and every step to a value compiles a program.
+    """
+
+    def __init__(self, eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]):
+        small = {v: _jax.concrete(c) for v, c in consts.items() if _foldable(c)}
+        self._values = {v: c for v, c in small.items() if c is not None}
+        self._makers: dict[Any, JaxprEqn] = {}
+        self._keys: dict[Any, int] = {}
+        known: dict[Any, int] = {}  # ways to make a value, numbered
+
+        def key(way: Any) -> int:
+            try:
+                return known.setdefault(way, len(known))
+            except TypeError:  # a parameter without a hash: equal to nothing else
+                return known.setdefault(object(), len(known))
+
+        for v, value in self._values.items():
+            self._keys[v] = key(_bytes(value))
+        for eqn in eqns:
+            folds = eqn.primitive in POINTWISE or eqn.primitive in _FOLDED
+            if (
+                (folds or eqn.primitive in _jax.SAME_VALUES)
+                and all(_foldable(v.aval) for v in eqn.outvars)
+                and all(isinstance(v, Literal) or v in self for v in eqn.invars)
+            ):
+                self._makers.update((v, eqn) for v in eqn.outvars)
+                reads = (_bytes(v.val) if isinstance(v, Literal) else self._keys[v] for v in eqn.invars)
+                way = (eqn.primitive, tuple(sorted(eqn.params.items())), tuple(reads))
+                self._keys.update((v, key((way, i))) for i, v in enumerate(eqn.outvars))
+
+    def __getitem__(self, v: Any) -> np.ndarray:
+        pending = [] if v in self._values else [self._makers[v]]
+        while pending:
+            eqn = pending[-1]
+            reads = [a for a in eqn.invars if not isinstance(a, Literal)]
+            missing = [self._makers[a] for a in reads if a not in self._values]
+            if missing:
+                pending += missing
+                continue
+            inputs = [
+                np.asarray(a.val) if isinstance(a, Literal) else self._values[a] for a in eqn.invars
+            ]
+            self._values.update(zip(eqn.outvars, _evaluated(eqn, inputs), strict=True))
+            pending.pop()
+        return self._values[v]
+
+    def __contains__(self, v: object) -> bool:
+        return v in self._values or v in self._makers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dict.fromkeys((*self._values, *self._makers)))
+
+    def __len__(self) -> int:
+        return len({*self._values, *self._makers})
+
+    def key(self, v: Any) -> Hashable:
+        """Equal for variables of this jaxpr whose values are made alike, and so are equal."""
+        return id(self), self._keys[v]
 
 
-def _value(atom: Any, known: Mapping[Any, np.ndarray]) -> np.ndarray | None:
-    return np.asarray(atom.val) if isinstance(atom, Literal) else known.get(atom)
+_COMPARED = 4096  # bytes of an array that is compared by its values
+
+
+def _bytes(value: Any) -> Hashable:
+    array = np.asarray(value)
+    return (array.shape, str(array.dtype), array.tobytes()) if array.nbytes <= _COMPARED else object()
+
+
+def _evaluated(eqn: JaxprEqn, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    if eqn.primitive in _jax.SAME_VALUES:
+        return list(inputs)
+    with _jax.evaluated_now():
+        outputs = _jax.bind_now(eqn, [jnp.asarray(a) for a in inputs])
+    return [np.asarray(a) for a in outputs]
 
 
 def _foldable(array: Any) -> bool:

@@ -47,7 +47,7 @@ def _fingerprint(block: Block) -> Hashable:
             tuple(numbers.setdefault(v, len(numbers)) for v in (*block.inputs, *block.outputs)),
             tuple(numbers[v] for v in block.exports),
             tuple((n, block.declarations[v]) for v, n in numbers.items() if v in block.declarations),
-            tuple((n, _value(block.constants[v])) for v, n in numbers.items() if v in block.constants),
+            tuple((numbers[v], block.constants.key(v)) for v in block.operands if v in block.constants),
         )
         hash(own)
     except (_Opaque, TypeError):
@@ -86,19 +86,19 @@ def _derivative(eqn: JaxprEqn) -> Hashable:
     if eqn.params.get("symbolic_zeros") or not all(jnp.issubdtype(a.dtype, jnp.floating) for a in whole):
         raise _Opaque  # it may ask which of its arguments are differentiated
 
+    jvp = _jax.custom_jvp(eqn)
+    if jvp is not None:
+        return _program(jvp.jaxpr, jvp.consts, derived=True), jvp.out_zeros
+
     def call(*args: Any) -> Any:
         return _jax.bind(eqn, args)
 
-    if eqn.primitive is _jax.custom_jvp_call_p:
-        closed = jax.make_jaxpr(lambda *args: jax.jvp(call, args, args))(*avals)
-    else:
-        shapes = jax.eval_shape(call, *avals)
-        closed = jax.make_jaxpr(lambda args, h: jax.vjp(call, *args)[1](h))(avals, shapes)
-    return _jaxpr(closed, derived=True)
+    shapes = jax.eval_shape(call, *avals)
+    closed = jax.make_jaxpr(lambda args, h: jax.vjp(call, *args)[1](h))(avals, shapes)
+    return _program(*_jax.open_jaxpr(closed), derived=True)
 
 
-def _jaxpr(closed: Any, derived: bool) -> Hashable:
-    jaxpr, consts = _jax.open_jaxpr(closed)
+def _program(jaxpr: Any, consts: Sequence[Any], *, derived: bool) -> Hashable:
     numbers = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     eqns = _equations(jaxpr.eqns, numbers, derived=derived)
     outs = tuple(
@@ -110,7 +110,7 @@ def _jaxpr(closed: Any, derived: bool) -> Hashable:
 
 def _param(value: Any, derived: bool) -> Any:
     if _jax.is_jaxpr(value):
-        return _jaxpr(value, derived)
+        return _program(*_jax.open_jaxpr(value), derived=derived)
     if isinstance(value, list | tuple) and any(_jax.is_jaxpr(v) for v in value):
         return tuple(_param(v, derived) for v in value)
     if isinstance(value, np.ndarray | np.generic | jax.Array):

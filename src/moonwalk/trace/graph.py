@@ -27,7 +27,7 @@ from .. import _jax
 from .._jax import JaxprEqn, Literal
 from .activity import active_variables
 from .declare import Declaration, propagate
-from .facts import fold_constants, propagate_names
+from .facts import Constants, propagate_names
 from .partition import partition
 
 
@@ -46,7 +46,7 @@ class Block:
     exports: tuple[Any, ...] = ()  # inner values that somebody outside reads (no cotangent of theirs)
     declarations: Mapping[Any, Declaration] = field(default_factory=dict)
     names: Mapping[Any, str] = field(default_factory=dict)
-    constants: Mapping[Any, np.ndarray] = field(default_factory=dict)
+    constants: Constants = field(default_factory=lambda: Constants((), {}))
     # Not an argument: what `dataclasses.replace` makes is another block and starts with an empty memory.
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -177,7 +177,7 @@ def build(
     - `consts`: values of the variables that are known, for static indices.
     - `declarations`, `names`: of the jaxpr's inputs, where something is known of them.
     """
-    constants = fold_constants(jaxpr.eqns, consts or {})
+    constants = Constants(jaxpr.eqns, consts or {})
     declared = propagate(jaxpr.eqns, declarations or {})
     eqns = merge_padding(jaxpr.eqns, jaxpr.outvars, constants, declared)
     outputs = tuple(dict.fromkeys(v for v in outputs if not isinstance(v, Literal)))
@@ -211,13 +211,13 @@ class Cutter:
         active: frozenset[Any],
         declarations: Mapping[Any, Declaration],
         names: Mapping[Any, str],
-        constants: Mapping[Any, np.ndarray],
+        constants: Constants,
         copies: Mapping[Any, Any] | None = None,
     ):
         """`copies`: variables that are copies of others (see `trunk.Fork`), and of which."""
         self.results, self.outputs, self.active = results, outputs, active
         self.copies = copies or {}
-        self.facts = {"declarations": declarations, "names": names, "constants": constants}
+        self.facts, self.constants = {"declarations": declarations, "names": names}, constants
         self.readers: dict[Any, list[JaxprEqn]] = {}
         for eqn in eqns:
             for v in eqn.invars:
@@ -256,7 +256,7 @@ class Cutter:
         facts = {
             kind: {v: known[v] for v in operands if v in known} for kind, known in self.facts.items()
         }
-        return Block(tuple(eqns), inputs, outputs, operands, exports, **facts)
+        return Block(tuple(eqns), inputs, outputs, operands, exports, **facts, constants=self.constants)
 
     def join(self, parts: Iterable[Block | JaxprEqn]) -> Block:
         """Several blocks, and equations between them, as one block."""
@@ -327,7 +327,7 @@ def _expands_by_forking(block: Block) -> bool:
 def merge_padding(
     eqns: Sequence[JaxprEqn],
     results: Sequence[Any],
-    constants: Mapping[Any, np.ndarray],
+    constants: Constants,
     declarations: Mapping[Any, Declaration],
 ) -> list[JaxprEqn]:
     """A zero pad that only a convolution reads is that convolution's padding.
