@@ -9,7 +9,7 @@ import numpy as np
 import moonwalk as mw
 from moonwalk import gradient
 from moonwalk.network import loss as losses
-from moonwalk.planning import cotangents
+from moonwalk.planning import cotangents, report
 from moonwalk.planning import moonwalk as policy
 from moonwalk.planning.search import Choice
 from moonwalk.segments.store import RecomputeExecutor, StoreExecutor
@@ -44,6 +44,7 @@ def planned(loss, method, *args, kinds=("walk",), gains=(), values=None, **optio
                 {"store": StoreExecutor, "recompute": RecomputeExecutor}[kind](network, start, stop)
             )
     plan = made.describe(Choice(pieces, 0, 0), method, call.signature())
+    plan = report.with_rows(plan, network, pieces, fused=False)
     return plan, pieces, tuple(made.book.recorded.items())
 
 

@@ -116,9 +116,10 @@ def plans_made(monkeypatch):
     """The plans that calls make, which would otherwise have to be made once more."""
     made, own = [], report.describe
 
-    def spied(*args, **kwargs):
-        made.append(own(*args, **kwargs))
-        return made[-1]
+    def spied(network, choice, *args):
+        plan = own(network, choice, *args)
+        made.append(report.with_rows(plan, network, choice.segments, fused=False))
+        return plan
 
     monkeypatch.setattr(report, "describe", spied)
     return made

@@ -420,3 +420,43 @@ def test_arrays_among_default_arguments_of_a_coupling():
             jax.jit(mw.grad(loss, method=method))(*args), jax.grad(loss)(*args), strict=True
         ):
             np.testing.assert_allclose(a, b, rtol=1e-10)
+
+
+# --- carries whose derivative ends in the loop ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        mw.Moonwalk(walk="always"),
+        mw.Moonwalk(checkpoint="auto", walk="always"),
+        mw.Moonwalk(),
+        mw.Checkpoint(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize(
+    "flat",
+    [jnp.floor, jnp.round, jnp.sign, lax.stop_gradient, lambda x: 0.5 * lax.stop_gradient(x)],
+    ids=["floor", "round", "sign", "stop_gradient", "scaled"],
+)
+def test_a_carry_that_only_values_leave(flat, levels, method):
+    """No cotangent reaches the start of a layer, in a loop or in loops of loops."""
+
+    def layer(x, w):
+        return flat(x) @ w, None
+
+    def loop(body):
+        return lambda x, ws: (lax.scan(body, x, ws)[0], None)
+
+    body = layer
+    for _ in range(levels):
+        body = loop(body)
+    rng = np.random.default_rng(levels)
+    ws = jnp.asarray(rng.standard_normal((*(3, 2, 2)[:levels], 4, 4)))
+    first, x = jnp.asarray(rng.standard_normal((4, 4))), jnp.asarray(rng.integers(-2, 3, (8, 4)), float)
+    loss = lambda first, ws, x: jnp.sum(jnp.sin(body(x @ first, ws)[0]))
+    expected = jax.value_and_grad(loss, (0, 1))(first, ws, x)
+    found = jax.jit(mw.value_and_grad(loss, (0, 1), method=method))(first, ws, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)

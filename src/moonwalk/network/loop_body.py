@@ -83,7 +83,9 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
         **graph.facts_inside_scan(block, jaxpr, consts),
     )
     on_way = {v for n in network.nodes for v in n.block.outputs} | set(network.state)
-    if any(v not in on_way for v in network.outputs[: len(active)]):
+    read = {v for n in network.nodes for v in n.block.inputs} | set(network.outputs)
+    carried = network.outputs[: len(active)]
+    if any(v not in on_way for v in carried) or any(v not in read for v in network.state):
         # Its cotangent ends in the loop, layer after layer: no sweep could bring it back.
         return "a carry is overwritten by what does not depend on the state"
     return Body(

@@ -9,7 +9,7 @@ zeros in its place would be refused by what must not be differentiated, and cost
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 
 from .. import _jax
 from .._jax import JaxprEqn, Literal
+from . import fingerprint
 
 # Pointwise primitives whose derivative is zero wherever it exists.
 _FLAT: frozenset[Any] = frozenset(
@@ -36,10 +37,11 @@ def active_variables(eqns: Sequence[JaxprEqn], state: Iterable[Any], outputs: It
     tangents = _with_tangents(eqns, state)
     wanted = {v for v in outputs if not isinstance(v, Literal)}
     reads: list[list[bool]] = []  # of each equation, from the last: the inputs that get a cotangent
+    known: Known = {}
     for eqn in reversed(eqns):
         arriving = [v in wanted and v in tangents for v in eqn.outvars]
         entering = [not isinstance(v, Literal) and v in tangents for v in eqn.invars]
-        reads.append(_cotangents(eqn, entering, arriving))
+        reads.append(_cotangents(eqn, entering, arriving, known))
         wanted.update(v for v, read in zip(eqn.invars, reads[-1], strict=True) if read)
     # A custom derivative may be zero: what it hands on is then as constant as what no tangent enters.
     reached = set(state)
@@ -76,7 +78,13 @@ def _tangents(eqn: JaxprEqn, entering: Sequence[bool]) -> list[bool]:
     return [f and c for f, c in zip(found, can, strict=True)]
 
 
-def _cotangents(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool]) -> list[bool]:
+# What tracing has told of calls that compute the same.
+Known = dict[Hashable, list[bool]]
+
+
+def _cotangents(
+    eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool], known: Known
+) -> list[bool]:
     """Which inputs get a cotangent, where these inputs have tangents and these outputs cotangents."""
     if not any(entering) or not any(arriving):
         return [False] * len(entering)
@@ -92,10 +100,13 @@ def _cotangents(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool
         found = (
             entering  # its author's rules speak of the whole state, though half of a coupling passes by
         )
-    elif eqn.primitive is _jax.custom_jvp_call_p and not eqn.params["symbolic_zeros"]:
-        found = _cotangents_by_jvp(eqn, entering, arriving)
     elif len(eqn.outvars) > 1 or eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p):
-        found = _cotangents_by_tracing(eqn, entering, arriving)
+        program = fingerprint.of_equation(eqn)
+        key = None if program is None else (program, tuple(entering), tuple(arriving))
+        found = known.get(key)
+        if found is None:
+            found = _cotangents_by_tracing(eqn, entering, arriving)
+            known |= {} if key is None else {key: found}
     else:
         found = entering
     return [f and e for f, e in zip(found, entering, strict=True)]
@@ -163,22 +174,6 @@ class _Loop:
                 found[self.consts : self.consts + self.carry] = more
                 return [False] * self.skipped + found, leaving
             leaving[: self.carry] = more
-
-
-def _cotangents_by_jvp(eqn: JaxprEqn, entering: Sequence[bool], arriving: Sequence[bool]) -> list[bool]:
-    """Of a custom derivative: its own equations tell which tangents reach which."""
-    try:
-        jvp = _jax.custom_jvp(eqn)
-    except Exception:  # it cannot be differentiated: JAX says so where the gradient is computed
-        return list(entering)
-    assert jvp is not None
-    seen = entering[jvp.num_consts :]
-    tangents = jvp.jaxpr.invars[len(seen) :]
-    out = iter(jvp.jaxpr.outvars[len(arriving) :])
-    leaving = [None if zero else next(out) for zero in jvp.out_zeros]
-    wanted = [v for v, a in zip(leaving, arriving, strict=True) if a and v is not None]
-    active = active_variables(jvp.jaxpr.eqns, itertools.compress(tangents, seen), wanted)
-    return [*[False] * jvp.num_consts, *(v in active for v in tangents)]
 
 
 def _cotangents_by_tracing(
@@ -276,7 +271,7 @@ def _settled_function(
         leaving = [v in wanted and v in tangents for v in eqn.outvars]
         inside = [not isinstance(v, Literal) and v in tangents for v in eqn.invars]
         flags.append((inside, leaving))
-        read = _cotangents(eqn, inside, leaving)
+        read = _cotangents(eqn, inside, leaving, {})
         wanted.update(v for v, r in zip(eqn.invars, read, strict=True) if r)
 
     def run(*args: Any) -> list[Any]:

@@ -12,7 +12,7 @@ A custom derivative is a Python function, and two of those cannot be compared. T
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ import numpy as np
 
 from .. import _jax
 from .._jax import JaxprEqn, Literal
-from .graph import Block
+
+if TYPE_CHECKING:
+    from .graph import Block
 
 _SMALL = 4096  # bytes of an array that is compared by its values
 
@@ -55,6 +57,17 @@ def _fingerprint(block: Block) -> Hashable:
     return own
 
 
+def of_equation(eqn: JaxprEqn) -> Hashable | None:
+    """Equal for equations that compute the same from operands of the same types; None: unknown."""
+    numbers = {v: i for i, v in enumerate(v for v in eqn.invars if not isinstance(v, Literal))}
+    try:
+        own = tuple(v.aval for v in numbers), _equations([eqn], numbers)
+        hash(own)
+    except (_Opaque, TypeError):
+        return None
+    return own
+
+
 def _equations(eqns: Iterable[JaxprEqn], numbers: dict[Any, int], *, derived: bool = False) -> Hashable:
     """`derived`: these equations are a derivative already, and are not differentiated once more."""
     rows = []
@@ -76,7 +89,12 @@ def _params(eqn: JaxprEqn, derived: bool) -> Hashable:
     if functions is None:
         return tuple((k, _param(v, derived)) for k, v in sorted(eqn.params.items()))
     plain = {k: _param(v, derived) for k, v in eqn.params.items() if k not in functions}
-    return (*sorted(plain.items()), None if derived else _derivative(eqn))
+    if derived:
+        return (*sorted(plain.items()), None)
+    try:
+        return (*sorted(plain.items()), _derivative(eqn))
+    except Exception:  # with respect to some of its inputs it has none
+        raise _Opaque from None
 
 
 def _derivative(eqn: JaxprEqn) -> Hashable:
