@@ -55,14 +55,15 @@ def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -
     if asked == "recursive":
         segments = _quarters(network, units) if units else []
     else:
-        count = {"sqrt": round(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
+        # Rounded up: what a layer keeps is more than the state that a further segment keeps.
+        count = {"sqrt": math.ceil(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
         if count > max(1, depth):
             raise ValueError(
                 f"Checkpoint(segments={asked}): the network has {depth} layers, too few for {count} "
                 "segments; ask for fewer, or for segments=None (a scan that prints is one layer; a "
                 "network whose input is differentiated is one only if that is named in inputs=)"
             )
-        segments = _evenly(network, units, -(-depth // max(1, count)))
+        segments = _evenly(network, units, -(-depth // max(1, count)), may_divide=asked == "sqrt")
     kept = sum(s.kept_bytes for s in segments)
     return Choice(list(segments), kept, timeline.peak(network, segments, costs))
 
@@ -72,11 +73,12 @@ def _units(network: Network) -> list[Unit]:
     nodes = network.nodes
     blocks = _blocks(network)
     repeats = len({_key(network, b) for b in blocks}) < len(blocks)
+    repeats |= any(_is_loop(node) for node in nodes)
     result = []
     for k, block in enumerate(blocks):
         layers = sum(_layers(nodes[i]) for i in block if _is_loop(nodes[i]))
         heavy = any(nodes[i].is_heavy for i in block)
-        # At either end of a repeated pattern, what is no part of it is a stem or a head.
+        # At either end of a repeated pattern, or of a loop, what is no part of it is a stem or a head.
         outer = repeats and k in (0, len(blocks) - 1) and _is_alone(network, blocks, k)
         result.append(Unit(block.start, block.stop, layers or int(heavy and not outer)))
     return result
@@ -187,8 +189,12 @@ def _layers(node: Node) -> int:
     return node.block.eqns[0].params["length"] if _is_loop(node) else int(node.is_heavy)
 
 
-def _evenly(network: Network, units: Sequence[Unit], every: int) -> list[Any]:
-    """Segments of so many blocks. Scans are segments by themselves; the last segment is stored."""
+def _evenly(network: Network, units: Sequence[Unit], every: int, *, may_divide: bool) -> list[Any]:
+    """Segments of so many blocks. Scans are segments by themselves; the last segment is stored.
+
+    `may_divide`: a scan may have somewhat shorter ones that divide its layers. What they leave over is
+    a loop of its own, with a copy of what all layers read.
+    """
     result: list[Any] = []
     open_: list[Unit] = []
 
@@ -208,8 +214,10 @@ def _evenly(network: Network, units: Sequence[Unit], every: int) -> list[Any]:
         if _is_loop(node):
             close()
             whole = RecomputeExecutor(network, unit.start, unit.stop)
-            tiled = TiledExecutor(network, unit.start, unit.stop, (every,))
-            result.append(tiled if every < unit.layers else whole)
+            shorter = (k for k in range(every, every // 2, -1) if may_divide and unit.layers % k == 0)
+            tile = next(shorter, every)
+            tiled = TiledExecutor(network, unit.start, unit.stop, (tile,))
+            result.append(tiled if tile < unit.layers else whole)
             continue
         heavy = any(network.nodes[i].is_heavy for i in range(unit.start, unit.stop))
         stem = bool(open_) and not any(u.layers for u in open_)

@@ -46,7 +46,8 @@ class Checkpoint:
 
     - `segments`: None, the mixture of storing and recomputing whose peak is predicted to be least;
         a number of segments of equally many layers (or fewer, where it does not divide their number);
-        "sqrt", the root of the depth; "block", one for every layer; "recursive", quarters of quarters.
+        "sqrt", the root of the depth, rounded up; "block", one for every layer; "recursive", quarters
+        of quarters.
     - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
     """
 
