@@ -391,3 +391,31 @@ def test_check_vijp_looks_at_the_output_too():
 
     fine.defvijp(lambda primals, h: h / 2)
     check(fine, X)
+
+
+@pytest.mark.parametrize("rule", ["jvp", "vjp"])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_linear_function_that_is_its_own_derivative(rule, mixes):
+    """JAX transposes what such a call computes of a tangent; asked for a derivative there, it would have no end."""
+    compute = (lambda x: 2 * x[..., ::-1]) if mixes else (lambda x: 2 * x)
+    if rule == "jvp":
+        linear = jax.custom_jvp(compute)
+        linear.defjvp(lambda x, t: (linear(*x), linear(*t)))
+    else:
+        linear = jax.custom_vjp(compute)
+        linear.defvjp(lambda x: (compute(x), None), lambda _, h: (linear(h),))
+
+    def loss(ws, x):
+        for w in ws:
+            x = linear(jnp.tanh(x @ w))
+        return jnp.sum(x**2)
+
+    rng = np.random.default_rng(0)
+    ws, x = (
+        [jnp.asarray(rng.standard_normal((4, 4))) for _ in range(3)],
+        jnp.asarray(rng.standard_normal((8, 4))),
+    )
+    expected = jax.value_and_grad(loss)(ws, x)
+    for method in (mw.Moonwalk(), mw.Moonwalk(walk="always"), mw.Checkpoint("block")):
+        found = jax.jit(mw.value_and_grad(loss, method=method))(ws, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)

@@ -60,7 +60,7 @@ def _trace_tangents(block: Block) -> Tangents | Verdict:
             f"its own derivative cannot be read as a linear map ({type(error).__name__})",
             "wrap the function in moonwalk.custom_vijp and give it a rule",
         )
-    jaxpr, consts = staging.flatten_calls(program, flat)
+    jaxpr, consts = staging.flatten_calls(program, flat, derivative=True)
     if backward and not _has_linear_backward(block):
         return Verdict(
             None,
@@ -95,7 +95,7 @@ def _has_linear_backward(block: Block) -> bool:
         return jax.vjp(lambda *x: block(x, operands), *x)[1](tuple(ct))
 
     flat = [*outputs, *x, *operands]
-    jaxpr, _ = staging.flatten_calls(jax.make_jaxpr(backward)(*flat), flat)
+    jaxpr, _ = staging.flatten_calls(jax.make_jaxpr(backward)(*flat), flat, derivative=True)
     return is_linear(jaxpr.eqns, jaxpr.invars[:n], jaxpr.outvars)
 
 

@@ -11,7 +11,7 @@ jaxpr is evaluated under a second trace by an interpreter that opens the calls o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,15 +51,28 @@ def stage(fun: Callable[..., Any], *args: Any, differentiated: int | None = None
     return Staged(jaxpr, tuple(consts), names, out_trees[-1])
 
 
-def flatten_calls(closed: Any, avals: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """The same jaxpr with every call opened that means nothing to differentiation."""
+def flatten_calls(
+    closed: Any, avals: Sequence[Any], *, derivative: bool = False
+) -> tuple[Any, Sequence[Any]]:
+    """The same jaxpr with every call opened that means nothing to differentiation.
+
+    `derivative`: the jaxpr is a derivative already. JAX transposes what a custom call computes there,
+    and does not ask for the call's own derivative, which may be the call itself.
+    """
     jaxpr, consts = _jax.open_jaxpr(closed)
-    flat = jax.make_jaxpr(lambda *flat: evaluate(jaxpr, consts, flat, {}))(*avals)
+    opened = _jax.CALLS | set(_jax.CUSTOM_RULES) if derivative else _jax.CALLS
+    flat = jax.make_jaxpr(lambda *flat: evaluate(jaxpr, consts, flat, {}, opened))(*avals)
     return _jax.open_jaxpr(flat)
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[Any, Any]) -> list[Any]:
-    """Evaluate a jaxpr, opening calls and doing nothing twice.
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    done: dict[Any, Any],
+    opened: Collection[Any] = _jax.CALLS,
+) -> list[Any]:
+    """Evaluate a jaxpr, opening some calls and doing nothing twice.
 
     `done` remembers each equation by its primitive, operands and parameters: `x[::2]` written twice
     must not look like two uses of x.
@@ -72,9 +85,9 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], done: dict[
 
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
-        if eqn.primitive in _jax.CALLS:
+        if eqn.primitive in opened:
             with _jax.source_context(eqn), eqn.ctx.manager, _jax.checkpoint_mark(eqn):
-                outputs = evaluate(*_jax.called_jaxpr(eqn), inputs, done)
+                outputs = evaluate(*_jax.called_jaxpr(eqn), inputs, done, opened)
         elif (key := _key(eqn, inputs)) is not None and key in done:
             outputs = done[key][1]
         else:
