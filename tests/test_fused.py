@@ -119,7 +119,7 @@ STACK = {**LIST, "layers": jnp.stack(LAYERS)}
     ("loss", "params"), [(looped, LIST), (scanned, STACK)], ids=["looped", "scanned"]
 )
 def test_twenty_steps(loss, params):
-    # With its own eps of 1e-8, Adam makes a step of 1e-11 of a gradient that is 1e-17 by rounding alone.
+    # With its default eps of 1e-8, Adam makes a step of 1e-11 of a gradient that is 1e-17 by rounding alone.
     for optimizer in (optax.adam(1e-2, eps=1e-4), CLIPPED):
         found, expected = both(loss, optimizer, params, X, Y, steps=20)
         assert error(found, expected) <= 1e-12

@@ -241,3 +241,68 @@ def test_a_pad_with_a_trained_value_in_a_branch():
     expected = jax.value_and_grad(loss)(params, X)
     for name in ("default", "always"):
         close(mw.value_and_grad(loss, method=METHODS.get(name, mw.Moonwalk()))(params, X), expected)
+
+
+@pytest.mark.parametrize(
+    "method", [mw.Moonwalk(), mw.Moonwalk(walk="always"), mw.Checkpoint("block")], ids=str
+)
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("scan_first", [False, True])
+def test_a_table_that_a_scan_and_a_node_read(scan_first, steps, has_aux, method):
+    """A node that makes it for itself does not make it for the scan: they would wait for each other."""
+
+    def loss(params, x, row):
+        table = jnp.broadcast_to(row[None], x.shape)
+        for _ in range(steps):
+            table = jnp.sin(table)
+        scan = lambda x: lax.scan(lambda x, w: (jnp.tanh(x @ w) * table, None), x, params[1])[0]
+        node = lambda x: jnp.tanh(x @ params[2]) + table * x
+        x = x @ params[0]
+        for part in (scan, node) if scan_first else (node, scan):
+            x = part(x)
+        return (jnp.sum(x**2), table) if has_aux else jnp.sum(x**2)
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
+    args = (draw(4, 4), draw(3, 4, 4), draw(4, 4)), draw(8, 4), draw(4)
+    expected = jax.value_and_grad(loss, has_aux=has_aux)(*args)
+    found = jax.jit(mw.value_and_grad(loss, has_aux=has_aux, method=method))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+
+
+@pytest.mark.parametrize("rule", ["jvp", "vjp"])
+def test_a_rule_that_closes_over_an_argument_says_what_to_do(rule):
+    def loss(w, x, d):
+        if rule == "jvp":
+            act = jax.custom_jvp(jnp.tanh)
+            act.defjvp(lambda p, t: (jnp.tanh(p[0]), t[0] * d))
+        else:
+            act = jax.custom_vjp(jnp.tanh)
+            act.defvjp(lambda x: (jnp.tanh(x), None), lambda _, h: (h * d,))
+        return jnp.sum(act(x @ w) ** 2)
+
+    w, x = jnp.eye(4), jnp.ones((8, 4))
+    for fun in (mw.value_and_grad(loss), jax.jit(mw.value_and_grad(loss))):
+        with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+            fun(w, x, 0.3 * x)
+        assert "pass it to the custom function as an argument" in "".join(caught.value.__notes__)
+
+
+def test_static_indices_inside_a_scan_are_known_under_jit():
+    """A plan that was made of values walks a permutation in a loop; bound under `jit`, it still can."""
+    order = np.array([2, 0, 3, 1])
+    loss = lambda w, x: jnp.sum(
+        lax.scan(lambda x, w: (jnp.abs(x @ w)[:, order], None), x @ w[0], w[1])[0] ** 2
+    )
+    rng = np.random.default_rng(0)
+    turn = lambda: np.linalg.qr(rng.standard_normal((4, 4)))[0]
+    args = (
+        (jnp.asarray(turn()), jnp.asarray([turn() for _ in range(5)])),
+        jnp.asarray(rng.standard_normal((8, 4))),
+    )
+    plan = mw.plan(loss, *args, method=mw.Moonwalk(walk="always"))
+    assert plan.walked
+    found = jax.jit(mw.value_and_grad(loss, method=plan))(*args)
+    expected = jax.value_and_grad(loss)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, expected)

@@ -378,17 +378,15 @@ class CustomJvp(NamedTuple):
     jaxpr: Any
     consts: Sequence[Any]
     out_zeros: tuple[bool, ...]  # of each output: whether its tangent is a symbolic zero
-    num_consts: int  # inputs of the call, in front, that the derivative does not see
 
 
 def custom_jvp(eqn: JaxprEqn) -> CustomJvp | None:
     """Of a `custom_jvp` call: JAX traces it once and remembers it. None where it asks which are zero."""
     if eqn.primitive is not custom_jvp_call_p or eqn.params["symbolic_zeros"]:
         return None
-    skipped = eqn.params["num_consts"]
-    zeros = [False] * (len(eqn.invars) - skipped)
+    zeros = [False] * (len(eqn.invars) - eqn.params["num_consts"])
     jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
-    return CustomJvp(*open_jaxpr(jaxpr)[:1], consts, tuple(out_zeros), skipped)
+    return CustomJvp(open_jaxpr(jaxpr)[0], consts, tuple(out_zeros))
 
 
 @functools.lru_cache

@@ -414,8 +414,9 @@ class Call:
             )
 
         report.warn_of_deleted_barriers(described, lambda: complete().rows)
-        # A report traces more than a run needs.
-        reads = anew or (described.saves_little and not fused)
+        # A report traces more than a run needs, so it is made only for whoever reads it.
+        advised = given is None and not fused and isinstance(settings, Moonwalk | PureForward)
+        reads = anew or (advised and described.saves_little)
         return Engine(staged, network, executors), complete() if reads else described, staged
 
     def _values(self, staged: loss.Staging) -> dict[Any, Any] | None:
@@ -471,6 +472,18 @@ class Call:
         return self.measuring(method, lambda: self._differentiate(method))
 
     def _differentiate(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
+        try:
+            return self._by(method)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(
+                f"moonwalk.{self.name} traces the function, as jax.jit does, and differentiates it "
+                "afterwards. When it calls the rule of a jax.custom_jvp or jax.custom_vjp function, arrays "
+                "of the function around that (its arguments, what was computed from them) are gone. Where "
+                "a rule closes over such an array, pass it to the custom function as an argument."
+            )
+            raise
+
+    def _by(self, method: Method) -> tuple[Any, Any, Any, Certificate]:
         if isinstance(method, Backprop):
             found, gradients = jax.value_and_grad(
                 self.fun, self.argnums, self.has_aux, self.holomorphic, self.allow_int

@@ -128,7 +128,6 @@ class Node:
 
 
 _LAYOUT = MOVING | {lax.convert_element_type_p}
-_CHEAP = POINTWISE | MOVING | {lax.iota_p}
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
@@ -305,60 +304,27 @@ class _Sides:
         """`eqns`, after the steps on the sides that only blow their operands up.
 
         A bias, broadcast to a whole activation, is activation-sized on the weight side and so would
-        be its gradient; broadcast inside the node, both stay the size of a bias. A mask made of indices,
-        a one-hot label: made where they are read, they are not kept. A scan stays alone: its layers are
-        cut by themselves.
+        be its gradient; broadcast inside the node, both stay the size of a bias. A scan stays alone: its
+        layers are cut by themselves.
         """
         if len(eqns) == 1 and eqns[0].primitive is lax.scan_p:
             return list(eqns)
-        added: dict[int, JaxprEqn] = {}
+        added: list[JaxprEqn] = []
         pending = list(eqns)
         while pending:
             eqn = pending.pop()
             for v in eqn.invars:
-                made = [] if isinstance(v, Literal) else self._expansion(v)
-                pending += [e for e in made if id(e) not in added]
-                added.update((id(e), e) for e in made)
-        return [*self._as_read(eqns, added), *eqns]
+                source = None if isinstance(v, Literal) else self.producer.get(v)
+                if source is not None and source not in added and _expands(source):
+                    added.append(source)
+                    pending.append(source)
+        return [*reversed(added), *eqns]
 
-    def _as_read(self, eqns: Sequence[JaxprEqn], added: Mapping[int, JaxprEqn]) -> list[JaxprEqn]:
-        """The added steps in the order in which they are read.
 
-        Not in that of the program, in which blocks that compute the same may stand differently: what
-        the first of them has made is there for the others.
-        """
-        done: dict[int, JaxprEqn] = {}
-        pending = list(reversed(eqns))
-        while pending:
-            eqn = pending.pop()
-            reads = [self.producer.get(v) for v in eqn.invars if not isinstance(v, Literal)]
-            missing = [e for e in reads if e is not None and id(e) in added and id(e) not in done]
-            if missing:
-                pending += [eqn, *reversed(missing)]
-            elif id(eqn) in added:
-                done[id(eqn)] = eqn
-        return list(done.values())
-
-    def _expansion(self, v: Any) -> list[JaxprEqn]:
-        """The cheap steps that make `v` of less than itself; none, if it is not made so.
-
-        Those are its own step and, of what that reads, the steps of everything as large as `v`.
-        """
-        steps: dict[int, JaxprEqn] = {}
-        leaves: set[Any] = set()
-        pending = [v]
-        while pending:
-            u = pending.pop()
-            source = self.producer.get(u)
-            if u is v or u.aval.size == v.aval.size:
-                if source is None or source.primitive not in _CHEAP:
-                    return []
-                if id(source) not in steps:
-                    steps[id(source)] = source
-                    pending += [a for a in source.invars if not isinstance(a, Literal)]
-            else:
-                leaves.add(u)
-        return list(steps.values()) if v.aval.size > max(1, sum(u.aval.size for u in leaves)) else []
+def _expands(eqn: JaxprEqn) -> bool:
+    cheap = eqn.primitive in POINTWISE or eqn.primitive in MOVING
+    sizes = [v.aval.size for v in eqn.invars if not isinstance(v, Literal)]  # a number has none
+    return cheap and eqn.outvars[0].aval.size > max(1, sum(sizes))
 
 
 def _shapes_a_weight(eqn: JaxprEqn, on_weights: set[Any]) -> bool:
@@ -514,6 +480,8 @@ class _Opener:
         """One group of the partition."""
         group = self.sides.absorbed(group)
         block = cutter.block(group)
+        # What was absorbed from the sides is on the sides, too, for whoever else reads it.
+        block = replace(block, exports=tuple(v for v in block.exports if v not in self.sides.fixed))
         if not block.outputs:
             self.parts.append((block, None, Verdict(None, "carries no derivative")))
             return

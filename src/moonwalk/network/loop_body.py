@@ -85,7 +85,9 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
     on_way = {v for n in network.nodes for v in n.block.outputs} | set(network.state)
     read = {v for n in network.nodes for v in n.block.inputs} | set(network.outputs)
     carried = network.outputs[: len(active)]
-    if any(v not in on_way for v in carried) or any(v not in read for v in network.state):
+    if any(v not in read for v in network.state):
+        return "no cotangent reaches a carry at the start of a layer: only its values are read"
+    if any(v not in on_way for v in carried):
         # Its cotangent ends in the loop, layer after layer: no sweep could bring it back.
         return "a carry is overwritten by what does not depend on the state"
     return Body(

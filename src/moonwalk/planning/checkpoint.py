@@ -60,7 +60,8 @@ def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -
         if count > max(1, depth):
             raise ValueError(
                 f"Checkpoint(segments={asked}): the network has {depth} layers, too few for {count} "
-                "segments; ask for fewer, or for segments=None (a scan that prints is one layer; a "
+                "segments; ask for fewer, or for segments=None (a stem and a head beside repeated layers "
+                "or a scan are not counted; a scan that prints is one layer; a "
                 "network whose input is differentiated is one only if that is named in inputs=)"
             )
         segments = _evenly(network, units, -(-depth // max(1, count)), may_divide=asked == "sqrt")
@@ -192,8 +193,8 @@ def _layers(node: Node) -> int:
 def _evenly(network: Network, units: Sequence[Unit], every: int, *, may_divide: bool) -> list[Any]:
     """Segments of so many blocks. Scans are segments by themselves; the last segment is stored.
 
-    `may_divide`: a scan may have somewhat shorter ones that divide its layers. What they leave over is
-    a loop of its own, with a copy of what all layers read.
+    `may_divide`: a scan may have somewhat shorter ones that divide its layers. Layers left over would
+    be a loop of their own, with a copy of what all layers read.
     """
     result: list[Any] = []
     open_: list[Unit] = []

@@ -158,7 +158,7 @@ class Plan:
         return self._rival() is not None
 
     def _rival(self) -> str | None:
-        """What would take about as little memory, if anything would."""
+        """The method that takes about as little memory, if any does."""
         if WORTH * self.peak_bytes > self.backprop_bytes:
             return "backpropagation"
         if (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
@@ -293,7 +293,7 @@ def describe(
 
 
 def with_rows(plan: Plan, network: Network, executors: Sequence[Executor], *, fused: bool) -> Plan:
-    """The plan, with what is done to every block."""
+    """The plan with its report: what is done to every block."""
     costs = node_costs(network, fused=fused)
     chosen = isinstance(plan.method, Moonwalk | PureForward)
     rows = (row for executor in executors for row in executor.rows(costs, chosen=chosen))

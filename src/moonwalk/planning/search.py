@@ -119,7 +119,7 @@ def _cut_walks(steps: Sequence[Step], pieces: Sequence[Piece], count: int | str)
     """Walks in as many segments as the user asked for, of equally many layers."""
     layers = [s.length if isinstance(s, ScanStep) else int(s.node.is_heavy) for s in steps]
     depth = sum(layers)
-    names = {"sqrt": round(math.sqrt(depth)), "block": depth}
+    names = {"sqrt": math.ceil(math.sqrt(depth)), "block": depth}
     segments = names[count] if isinstance(count, str) else count
     if segments > depth:
         raise ValueError(

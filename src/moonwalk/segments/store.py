@@ -23,13 +23,15 @@ import jax
 import numpy as np
 
 from .. import _jax
+from .._jax import Literal
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
 from ..execute.residuals import Residual, nbytes
 from ..execute.sinks import GradientSink
 from ..execute.twins import PRODUCTS
 from ..network.cutting import Network, Node
-from ..trace import graph
+from ..network.prologues import cheap_steps
+from ..trace import fingerprint, graph
 from .base import Executor, Row, Segment, line_of
 from .codec import in_plans
 from .costs import NodeCost, checkpointed, full_residual, in_periods
@@ -105,9 +107,14 @@ class Stretch(Executor):
         x, fixed = dict(zip(self.inputs, kept, strict=True)), dict(fixed)
         # Behind a barrier with h, or XLA would merge this forward pass with the first. Weights, too:
         # what is made of them (a broadcast, a cast) would be made for the first pass, and kept.
-        reads = dict.fromkeys(v for n in self.nodes for v in n.block.operands if v in fixed)
-        barrier((x, list(x)), (h, list(h)), (fixed, list(reads)))
+        reads = [v for v in self.reads_again if v in fixed]
+        barrier((x, list(x)), (h, list(h)), (fixed, reads))
         return fixed, x
+
+    @property
+    def reads_again(self) -> Sequence[Any]:
+        """What another pass reads besides the state at the start."""
+        return list(dict.fromkeys(v for n in self.nodes for v in n.block.operands))
 
     def run(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> None:
         """Forward, keeping nothing: reads and writes `x`. `again`: another pass prints."""
@@ -256,6 +263,7 @@ class StoreExecutor(PlainStretch):
     def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
         saved: list[Any] = []
         for piece in self.pieces:
+            piece.meet_equals()
             saved.append(piece.linearise(fixed, x, again=again))
             for i in piece.places:
                 self.drop(x, i, results)
@@ -278,6 +286,10 @@ class RecomputeExecutor(PlainStretch):
     kind = "recompute"
 
     @property
+    def reads_again(self) -> Sequence[Any]:
+        return list(dict.fromkeys(v for p in self.pieces for v in (*p.weights, *p.others)))
+
+    @property
     def rerun(self) -> int:
         return 1
 
@@ -298,7 +310,7 @@ class RecomputeExecutor(PlainStretch):
 
     def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
         for piece in self.pieces:
-            piece.equals  # noqa: B018  (all pieces are known to each other before the first one is pulled back)
+            piece.meet_equals()
         return self.run_keeping_start(fixed, x, results, again=again)
 
     def backward(self, fixed: Env, saved: Any, h: Env, out: GradientSink) -> list[Measured]:
@@ -358,7 +370,12 @@ class Piece:
         self.states, self.outputs, self.weights = ends(nodes)
         reads = dict.fromkeys(v for n in nodes for v in (*n.block.inputs, *n.block.operands))
         known = {*made, *self.states, *self.weights}
-        self.others = [v for v in reads if v not in known]
+        others = [v for v in reads if v not in known]
+        # Made here again, and not kept since the prologue. What they are made of is read instead.
+        self.cheap = cheap_steps(self.network, others)
+        remade = {v for e in self.cheap for v in e.outvars}
+        of = [v for e in self.cheap for v in e.invars if not isinstance(v, Literal)]
+        self.others = [v for v in dict.fromkeys((*others, *of)) if v not in remade]
         after, stop = stretch.network.last_read, stretch.start + places[-1] + 1
         results = stretch.network.results
         arriving = set(self.outputs)
@@ -371,7 +388,7 @@ class Piece:
 
     @functools.cached_property
     def equals(self) -> list[Piece]:
-        """The pieces of the network that compute the same, by the same nodes, wired alike."""
+        """The pieces that run and compute the same, by the same nodes, wired alike."""
         numbers: dict[Any, int] = {}
 
         def places(variables: Sequence[Any]) -> tuple[int, ...]:
@@ -382,10 +399,15 @@ class Piece:
             (model, places((*b.inputs, *b.operands, *b.outputs, *b.exports))) for model, b in blocks
         )
         ends = (self.states, self.outputs, self.weights, self.others, self.exports)
-        key = ("piece", wiring, tuple(map(places, ends)), tuple(self.again), self.tile)
-        found = self.network.memory.setdefault(key, [])
-        found.append(self)
-        return found
+        ends = tuple(map(places, ends))
+        cheap = fingerprint.of_equations(self.cheap, numbers)
+        key = ("piece", wiring, ends, cheap, tuple(self.again), self.tile)
+        return self.network.memory.setdefault(key, [])
+
+    def meet_equals(self) -> None:
+        """Let pieces that compute the same know of each other before the first is pulled back."""
+        if self not in self.equals:
+            self.equals.append(self)
 
     @property
     def model(self) -> Piece:
@@ -401,6 +423,7 @@ class Piece:
         """(outputs, exports). `silent`: what prints or calls back has done so."""
         reads = (*self.states, *self.weights, *self.others)
         env = dict(zip(reads, (*states, *weights, *others), strict=True))
+        graph.run(self.cheap, env)
         for node, again in zip(self.nodes, self.again, strict=True):
             if silent and node.is_silent:
                 continue

@@ -78,7 +78,7 @@ def _tangents(eqn: JaxprEqn, entering: Sequence[bool]) -> list[bool]:
     return [f and c for f, c in zip(found, can, strict=True)]
 
 
-# What tracing has told of calls that compute the same.
+# Answers found by tracing, by call.
 Known = dict[Hashable, list[bool]]
 
 
@@ -101,12 +101,12 @@ def _cotangents(
             entering  # its author's rules speak of the whole state, though half of a coupling passes by
         )
     elif len(eqn.outvars) > 1 or eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p):
-        program = fingerprint.of_equation(eqn)
-        key = None if program is None else (program, tuple(entering), tuple(arriving))
-        found = known.get(key)
-        if found is None:
-            found = _cotangents_by_tracing(eqn, entering, arriving)
-            known |= {} if key is None else {key: found}
+        operands = dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
+        program = fingerprint.of_equations([eqn], {v: i for i, v in enumerate(operands)})
+        key = (program, tuple(entering), tuple(arriving))
+        if key not in known:
+            known[key] = _cotangents_by_tracing(eqn, entering, arriving)
+        found = known[key]
     else:
         found = entering
     return [f and e for f, e in zip(found, entering, strict=True)]

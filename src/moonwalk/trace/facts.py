@@ -76,13 +76,17 @@ class Constants(Mapping[Any, np.ndarray]):
             ):
                 self._makers.update((v, eqn) for v in eqn.outvars)
                 reads = (_bytes(v.val) if isinstance(v, Literal) else self._keys[v] for v in eqn.invars)
-                way = (eqn.primitive, tuple(sorted(eqn.params.items())), tuple(reads))
+                types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+                way = (eqn.primitive, tuple(sorted(eqn.params.items())), tuple(reads), types)
                 self._keys.update((v, key((way, i))) for i, v in enumerate(eqn.outvars))
 
     def __getitem__(self, v: Any) -> np.ndarray:
         pending = [] if v in self._values else [self._makers[v]]
         while pending:
             eqn = pending[-1]
+            if eqn.outvars[0] in self._values:
+                pending.pop()
+                continue
             reads = [a for a in eqn.invars if not isinstance(a, Literal)]
             missing = [self._makers[a] for a in reads if a not in self._values]
             if missing:

@@ -57,14 +57,14 @@ def _fingerprint(block: Block) -> Hashable:
     return own
 
 
-def of_equation(eqn: JaxprEqn) -> Hashable | None:
-    """Equal for equations that compute the same from operands of the same types; None: unknown."""
-    numbers = {v: i for i, v in enumerate(v for v in eqn.invars if not isinstance(v, Literal))}
+def of_equations(eqns: Sequence[JaxprEqn], numbers: dict[Any, int]) -> Hashable:
+    """Equal for equations that compute the same from what `numbers` numbers; equal to nothing where
+    that cannot be told."""
     try:
-        own = tuple(v.aval for v in numbers), _equations([eqn], numbers)
+        own = tuple(v.aval for v in numbers), _equations(eqns, numbers)
         hash(own)
     except (_Opaque, TypeError):
-        return None
+        return _Identity(object())
     return own
 
 
@@ -112,7 +112,12 @@ def _derivative(eqn: JaxprEqn) -> Hashable:
         return _jax.bind(eqn, args)
 
     shapes = jax.eval_shape(call, *avals)
-    closed = jax.make_jaxpr(lambda args, h: jax.vjp(call, *args)[1](h))(avals, shapes)
+
+    def both_ways(args: Any, h: Any) -> Any:
+        y, pullback = jax.vjp(call, *args)
+        return y, pullback(h)
+
+    closed = jax.make_jaxpr(both_ways)(avals, shapes)
     return _program(*_jax.open_jaxpr(closed), derived=True)
 
 

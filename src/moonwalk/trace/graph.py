@@ -131,7 +131,7 @@ def facts_inside_scan(block: Block, jaxpr: Any, consts: Sequence[Any]) -> dict[s
         stacked = i >= counts.stacked
         constant = block.constant(outer) if i < counts.consts else None
         if constant is not None:
-            known[var] = jax.numpy.asarray(constant)
+            known[var] = constant
         found = block.declaration(outer)
         if found is not None and stacked:
             found = found.moved(range(1, len(found.axes)))
