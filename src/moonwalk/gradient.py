@@ -477,9 +477,9 @@ class Call:
         except jax.errors.UnexpectedTracerError as error:
             error.add_note(
                 f"moonwalk.{self.name} traces the function, as jax.jit does, and differentiates it "
-                "afterwards. When it calls the rule of a jax.custom_jvp or jax.custom_vjp function, arrays "
-                "of the function around that (its arguments, what was computed from them) are gone. Where "
-                "a rule closes over such an array, pass it to the custom function as an argument."
+                "afterwards. When it calls the rule of a jax.custom_jvp or jax.custom_vjp function, the "
+                "arrays of the function around that (its arguments, what was computed from them) are gone. "
+                "Where a rule closes over one of them, pass it to the custom function as an argument."
             )
             raise
 

@@ -60,8 +60,8 @@ def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -
         if count > max(1, depth):
             raise ValueError(
                 f"Checkpoint(segments={asked}): the network has {depth} layers, too few for {count} "
-                "segments; ask for fewer, or for segments=None (a stem and a head beside repeated layers "
-                "or a scan are not counted; a scan that prints is one layer; a "
+                "segments; ask for fewer, or for segments=None (a stem and a head beside repeated "
+                "layers or a scan are not counted; a scan that prints is one layer; a "
                 "network whose input is differentiated is one only if that is named in inputs=)"
             )
         segments = _evenly(network, units, -(-depth // max(1, count)), may_divide=asked == "sqrt")
