@@ -478,7 +478,7 @@ class Call:
             error.add_note(
                 f"moonwalk.{self.name} traces the function, as jax.jit does, and differentiates it "
                 "afterwards. When it calls the rule of a jax.custom_jvp or jax.custom_vjp function, the "
-                "arrays of the function around that (its arguments, what was computed from them) are gone. "
+                "arrays around that function (arguments, and what was computed from them) are gone. "
                 "Where a rule closes over one of them, pass it to the custom function as an argument."
             )
             raise
