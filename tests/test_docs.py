@@ -86,7 +86,7 @@ def example(name, *arguments, cwd=ROOT):
 
 @pytest.mark.slow
 def test_the_demo(tmp_path):
-    text = example("demo.py", "--steps", "40", "--batch", "64", "--depth", "16", cwd=tmp_path)
+    text = example("demo.py", "--steps", "40", "--batch", "64", cwd=tmp_path)
     backprop, moonwalk = (float(m) for m in re.findall(r"([\d.]+) MiB", text))
     assert moonwalk <= backprop / 4
     off = [float(e) for e in re.findall(r"\d+e-\d+", text)]
