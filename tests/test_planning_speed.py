@@ -9,7 +9,7 @@ import moonwalk as mw
 from moonwalk import _jax
 from moonwalk.execute import residuals
 from moonwalk.segments import store, walk
-from moonwalk.trace import facts
+from moonwalk.trace import facts, fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -133,3 +133,23 @@ def test_values_of_constants_are_computed_when_they_are_asked_for(monkeypatch):
     assert len(evaluated) <= 3
     np.testing.assert_array_equal(known[last], np.arange(6) + 3000)
     assert len(known) == len(list(known))
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_calls_with_different_derivatives_are_different(kind):
+    """Whether they differ in what the derivative computes, or in what the rule returns as the value."""
+
+    def call(slope, value):
+        fun = jax.custom_jvp(jnp.sin) if kind == "jvp" else jax.custom_vjp(jnp.sin)
+        if kind == "jvp":
+            fun.defjvp(lambda x, t: ((jnp.sin(x[0]), jnp.cos(x[0]))[value], slope * t[0]))
+        else:
+            both = lambda x: (jnp.sin(x), jnp.cos(x))
+            fun.defvjp(
+                lambda x: (both(x)[value], both(x)), lambda kept, h: (slope * h * kept[0] * kept[1],)
+            )
+        (eqn,) = jax.make_jaxpr(fun)(jnp.ones(3)).eqns
+        return fingerprint.of_equations([eqn], {v: i for i, v in enumerate(eqn.invars)})
+
+    assert call(1.0, 0) == call(1.0, 0)
+    assert len({call(1.0, 0), call(2.0, 0), call(1.0, 1)}) == 3
