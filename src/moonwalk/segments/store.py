@@ -400,7 +400,8 @@ class Piece:
         )
         ends = (self.states, self.outputs, self.weights, self.others, self.exports)
         ends = tuple(map(places, ends))
-        cheap = fingerprint.of_equations(self.cheap, numbers)
+        made = [v for e in self.cheap for v in e.outvars]
+        cheap = (fingerprint.of_equations(self.cheap, numbers), places(made))
         key = ("piece", wiring, ends, cheap, tuple(self.again), self.tile)
         return self.network.memory.setdefault(key, [])
 
