@@ -17,7 +17,7 @@ from weights import general, normal, orthogonal
 
 import moonwalk as mw
 from moonwalk import _jax, gradient
-from moonwalk.segments import scan_step, walk
+from moonwalk.segments import layers, walk
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -720,14 +720,14 @@ def test_weights_are_factored_once(name):
 def test_all_phases_of_a_scan_read_the_same_weights(monkeypatch):
     """To the bit: a walk is the inverse of what Phase II did, not of something close to it."""
     seen = []
-    hoist = scan_step.ScanStep._hoist
+    hoist = layers.ScanLayers._hoist
 
     def spied(self, *args):
         found = hoist(self, *args)
         seen.append([np.asarray(a) for a in found[0]])
         return found
 
-    monkeypatch.setattr(scan_step.ScanStep, "_hoist", spied)
+    monkeypatch.setattr(layers.ScanLayers, "_hoist", spied)
     fun, params = made_inside("qr")
     mw.grad(fun)(params, X)
     assert len(seen) >= 3

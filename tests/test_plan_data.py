@@ -70,7 +70,7 @@ def test_a_plan_runs_without_the_planner(name, method, monkeypatch):
         assert mw.Plan.from_json(text) == plan and hash(mw.Plan.from_json(text)) == hash(plan)
         json.loads(text, parse_constant=forbid)  # no Infinity, which is no JSON
         for module, function in (
-            (search, "choose_segments"),
+            (search, "choose"),
             (cotangents, "plan_walk"),
             (moonwalk, "draft"),
         ):

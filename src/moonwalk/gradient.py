@@ -35,7 +35,7 @@ from .planning.methods import (
     Reversible,
 )
 from .planning.report import Plan
-from .planning.search import Planned
+from .planning.tolerance import Planned
 from .rules import alarms
 
 Unplanned = Backprop | Forward | ProjectedForward  # they cut nothing into blocks

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 import moonwalk as mw
-from moonwalk.planning import search
+from moonwalk.planning import tolerance as tolerances
 
 from . import interpreter
 from .draws import diagonal, generator, orthogonal, triangular
@@ -248,7 +248,7 @@ def examine_damage(network, damages=DAMAGES):
 def examine_health(network, precision):
     """Whether a healthy run is loud, or wrong."""
     dtype = "bfloat16" if precision == "bfloat16" else "float32"
-    in_tf32 = lambda cut: precision == "tf32" and search.state_dtype(cut) == jnp.float32
+    in_tf32 = lambda cut: precision == "tf32" and tolerances.state_dtype(cut) == jnp.float32
     with warnings.catch_warnings(), mock.patch.object(search, "runs_in_tf32", in_tf32):
         warnings.simplefilter("ignore")
         program = network.program(dtype)

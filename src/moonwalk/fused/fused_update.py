@@ -15,7 +15,7 @@ from ..execute.engine import Engine
 from ..gradient import Call, Method
 from ..planning.methods import Moonwalk
 from ..planning.report import Plan
-from ..planning.search import Planned
+from ..planning.tolerance import Planned
 from .optimizers import Program
 from .updates import Fusing, Updating
 

@@ -79,11 +79,11 @@ class Fusing:
 
     def _layered(self, scan: ScanStep) -> Iterable[tuple[Any, Part]]:
         """A scan's stacked operands that are one parameter, entry by entry, which nobody else reads."""
-        if scan.hoisted:
+        if scan.layers.hoisted:
             return
-        body = scan.body
-        stacked = [scan.eqn.invars[i] for i in body.weights if i >= body.counts.stacked]
-        others = {scan.eqn.invars[i] for i in body.weights if i < body.counts.stacked}
+        body, invars = scan.body, scan.layers.eqn.invars
+        stacked = [invars[i] for i in body.weights if i >= body.counts.stacked]
+        others = {invars[i] for i in body.weights if i < body.counts.stacked}
         for v in dict.fromkeys(stacked):
             part = self.part_of[v]
             alone = len(part.parameters) == 1 and part.operands == (v,) and self.readers[v] == 1

@@ -23,7 +23,8 @@ from ..network.loop_body import Body
 from ..rules import fragments
 from ..rules.fragments import Ask, Fragment, FragmentRule
 from ..rules.registry import Gain
-from ..segments.scan_step import ScanStep, body_of, is_worth_hoisting, make_scan_step
+from ..segments.layers import body_of
+from ..segments.scan_step import ScanStep, make_scan_step
 from ..segments.sources import Anchor, Copies, Given, Layers, Restored, Source, Unneeded, Vijp
 from ..segments.walk import (
     WALKED,
@@ -639,7 +640,7 @@ def _plan_scan(
     gain = layer.gain(any(s.gain.assumed for s in walk.steps))
     reason = f"{node.block.eqns[0].params['length']} layers"
     step = make_scan_step(node, network, body, walk, Layers(reason, gain=gain))
-    step.hoisted = is_worth_hoisting(step)
+    step.layers.hoisted = step.layers.is_worth_hoisting()
     for inner in step.probed:
         inner.probed_outside = True
     return step

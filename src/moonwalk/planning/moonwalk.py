@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _jax
@@ -11,16 +11,20 @@ from ..execute.residuals import nbytes
 from ..network.cutting import Network
 from ..rules import alarms
 from ..rules.registry import Gain
-from ..segments.base import Executor
+from ..segments.base import Executor, Proposer
 from ..segments.costs import NodeCost, node_costs
+from ..segments.invert import InvertProposer
 from ..trace import graph
 from ..trace.declare import declare_p
 from ..trace.partition import MOVING
-from . import report, search
+from . import report, search, tolerance
 from .cotangents import GainTable, Options
 from .methods import Moonwalk
+from .plain import Plain, RecomputeProposer, StoreProposer
 from .report import Plan
 from .search import Choice
+from .timeline import live_bytes
+from .walks import RerunProposer, TileProposer, WalkProposer, Walks, cut_evenly
 
 
 class PlanRequest(NamedTuple):
@@ -50,15 +54,15 @@ class Draft(NamedTuple):
         """The choice as a user reads it, its certificates held to the tolerance."""
         side = self.network.weight_prologue
         segments = choice.segments
-        tolerance = search.tolerance_of(self.network, method, segments, self.tolerance)
-        tolerance = search.hold_to(tolerance, self.network, method, segments)
+        limit = tolerance.tolerance_of(self.network, method, segments, self.tolerance)
+        limit = tolerance.hold_to(limit, self.network, method, segments)
         return report.describe(
             self.network,
             choice,
             self.plain,
             self.costs,
             method,
-            tolerance,
+            limit,
             signature,
             tuple(self.book.recorded.items()),
             sum(nbytes(v.aval) for e in side if _computes(e) for v in e.outvars),
@@ -75,10 +79,20 @@ def draft(
 ) -> Draft:
     """`values`: of the jaxpr's inputs, where gains are to be measured. `fused`: for `fused_update`."""
     book = GainTable(gains, known_values(network, values))
-    options, tolerance = search.options_for(network, method)
+    options, limit = tolerance.options_for(network, method)
     costs = node_costs(network, fused=fused)
-    plain = search.choose_segments(network, options, costs, book)
-    return Draft(network, book, options, tolerance, costs, plain)
+    plain = search.choose(network, costs, _plain_proposers(network, costs))
+    assert plain is not None, "every node can be stored or recomputed"
+    return Draft(network, book, options, limit, costs, plain)
+
+
+def _plain_proposers(
+    network: Network, costs: Sequence[NodeCost], free: Sequence[bool] | None = None
+) -> list[Proposer]:
+    """What every network can be made of; `free`: the nodes that need not be walked."""
+    free = [True] * len(costs) if free is None else free
+    plain = Plain(network, costs, live_bytes(network), free)
+    return [StoreProposer(plain), RecomputeProposer(plain)]
 
 
 def known_values(network: Network, values: dict[Any, Any] | None) -> dict[Any, Any] | None:
@@ -95,11 +109,39 @@ def known_values(network: Network, values: dict[Any, Any] | None) -> dict[Any, A
 def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
     """The cheapest mixture that the search finds."""
     made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
-    whole, book, options, _, costs, plain = made
-    choice = search.choose_segments(whole, options, costs, book, plain)
-    if plain.peak <= report.WORTH * choice.peak and not options.always:
-        choice = plain
+    choice = _with_walks(made)
+    if made.plain.peak <= report.WORTH * choice.peak and not made.options.always:
+        choice = made.plain
     return made.describe(choice, method, call.signature)
+
+
+def _with_walks(made: Draft) -> Choice:
+    """The best choice, walks and inverses among its segments."""
+    network, options, costs = made.network, made.options, made.costs
+    walks = Walks.over(network, options, made.book, live_bytes(network))
+    must = [options.always and not never for never in walks.never]
+    store, recompute = _plain_proposers(network, costs, [not m for m in must])
+    walker = WalkProposer(walks)
+    walked: list[Proposer] = [walker]
+    rerun: list[Proposer] = []
+    if options.checkpoint == "auto":
+        walked, rerun = [*walked, TileProposer(walks)], [RerunProposer(walks)]
+    inverted: list[Proposer] = []
+    # `anchor_every` requests stored states, so inversion is disabled.
+    if options.anchor_every is None and not options.always:
+        proposer = InvertProposer(network, costs)
+        inverted = [proposer] if proposer.limits() else []
+    best = None if inverted or options.always else made.plain
+    # Of offers that keep equally much, those of the first proposer are taken.
+    every = [store, *walked, *inverted, recompute, *rerun]
+    recovers = not options.always
+    best = search.choose(network, costs, every, best=best, thorough=False, recovers=recovers)
+    if inverted:
+        best = search.choose(network, costs, [store, *inverted, recompute], best=best)
+    assert best is not None
+    if options.checkpoint not in (None, "auto"):
+        return search.realise(network, costs, cut_evenly(walker, best.chosen, options.checkpoint))
+    return best
 
 
 def heed_weights(network: Network, executors: Iterable[Executor], values: dict[Any, Any] | None) -> None:

@@ -137,7 +137,7 @@ def _refuse(node: Node, why: str, ways_out: str = _WAYS_OUT) -> None:
 
 def _keep_nothing(step: ScanStep) -> None:
     """What is made of weights is made in the loop: for all layers at once it grows with the depth."""
-    step.hoisted = False
+    step.layers.hoisted = False
     for inner in step.walk.steps:
         if isinstance(inner, ScanStep):
             _keep_nothing(inner)

@@ -21,8 +21,9 @@ from ..segments.base import format_bytes as format_bytes
 from ..segments.codec import in_plans
 from ..segments.costs import NodeCost, node_costs
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
-from .search import Choice, Planned
+from .search import Choice
 from .timeline import backprop_peak
+from .tolerance import Planned
 
 for _method in (Moonwalk, PureForward, Checkpoint, Reversible):
     in_plans(_method)

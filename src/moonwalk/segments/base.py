@@ -151,6 +151,53 @@ class Executor(abc.ABC):
         return ()
 
 
+class Offer(NamedTuple):
+    """Nodes [start, stop) as a segment of some kind: what the search for a plan weighs."""
+
+    start: int
+    stop: int
+    kept: float  # bytes from the forward pass to the reverse pass
+    transient: float = 0  # bytes besides, while it is differentiated
+    setting: Any = None  # for `Proposer.realise`
+
+
+class Proposer(abc.ABC):
+    """How the search for a plan learns of a kind of segment.
+
+    The search goes over the nodes with a limit on what a segment may take while it is differentiated,
+    once for each of several limits, and asks every proposer for segments that end at each node.
+    """
+
+    joins = False  # whether consecutive offers are one segment
+
+    @abc.abstractmethod
+    def limits(self) -> set[int]:
+        """Limits worth trying."""
+
+    @abc.abstractmethod
+    def begin(self, limit: int) -> None:
+        """Go over the nodes once more, with this limit."""
+
+    @abc.abstractmethod
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        """Segments that end before node `stop`; asked for 1, 2, … in turn.
+
+        `best`: the least bytes that the nodes before each place keep, up to there.
+        """
+
+    @abc.abstractmethod
+    def realise(self, offer: Offer) -> Realised:
+        """What runs an offer."""
+
+
+class Realised(NamedTuple):
+    """Segments that run an offer, with their true bytes."""
+
+    executors: Sequence[Executor]
+    kept: float
+    transient: float = 0
+
+
 def line_of(node: Node) -> str:
     """The user's line that a node comes from."""
     return "" if node.is_fork or not node.block.eqns else _jax.source_line(node.block.eqns[-1])

@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import _jax
+from ..execute.loops import checkpointed
 from ..execute.residuals import Residual, nbytes
 from ..network.cutting import Network, Node
-from ..trace import graph
 
 
 def full_residual(node: Node, network: Network, periods: tuple[int, ...] = ()) -> Residual:
@@ -157,64 +155,3 @@ def carry_bytes(node: Node) -> int:
     (eqn,) = node.block.eqns
     first, carries = _jax.scan_counts(eqn)[:2]
     return nbytes(*(v.aval for v in eqn.invars[first : first + carries]))
-
-
-def checkpointed(
-    node: Node, periods: tuple[int, ...], x: Sequence[Any], operands: Sequence[Any]
-) -> tuple[Any, ...]:
-    """A scan's outputs and exports, by a scan over checkpointed scans of `periods[0]` layers.
-
-    Those are scans over checkpointed scans of `periods[1]` layers, and so on. Layers left over by a
-    period that does not divide are a checkpointed scan of their own.
-    """
-    block, (eqn,) = node.block, node.block.eqns
-    counts = _jax.scan_counts(eqn)
-    env = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
-    consts, carry, xs = counts.groups([graph.read(env, v) for v in eqn.invars])
-    inner, inner_consts = _jax.open_jaxpr(eqn.params["jaxpr"])
-    reverse = eqn.params["reverse"]
-
-    def step(carry: Any, xs: Any) -> Any:
-        env = dict(zip(inner.constvars, inner_consts, strict=True))
-        env.update(zip(inner.invars, (*consts, *carry, *xs), strict=True))
-        graph.run(inner.eqns, env)
-        out = [graph.read(env, v) for v in inner.outvars]
-        return out[: counts.carry], out[counts.carry :]
-
-    def layers(carry: Any, xs: Any, length: int, periods: tuple[int, ...]) -> Any:
-        periods = tuple(p for p in periods if p < length)
-        if not periods:
-            return lax.scan(step, carry, xs, length=length, reverse=reverse)
-        period, deeper = periods[0], periods[1:]
-        if period == 1:
-            once = jax.checkpoint(step, prevent_cse=False)
-            return lax.scan(once, carry, xs, length=length, reverse=reverse)
-        count, rest = divmod(length, period)
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def chunk(carry: Any, xs: Any) -> Any:
-            return layers(carry, xs, period, deeper)
-
-        def whole(carry: Any) -> Any:
-            cut = [a[: count * period] if rest else a for a in xs]
-            cut = [a.reshape((count, period, *a.shape[1:])) for a in cut]
-            carry, ys = lax.scan(chunk, carry, cut, length=count, reverse=reverse)
-            return carry, [a.reshape((count * period, *a.shape[2:])) for a in ys]
-
-        @jax.checkpoint
-        def short(carry: Any) -> Any:
-            return layers(carry, [a[count * period :] for a in xs], rest, deeper)
-
-        if not rest:
-            return whole(carry)
-        if reverse:
-            carry, last = short(carry)
-            carry, first = whole(carry)
-        else:
-            carry, first = whole(carry)
-            carry, last = short(carry)
-        return carry, [jnp.concatenate(pair) for pair in zip(first, last, strict=True)]
-
-    last, ys = layers(carry, xs, eqn.params["length"], periods)
-    found = dict(zip(eqn.outvars, (*last, *ys), strict=True))
-    return tuple(found[v] for v in (*block.outputs, *block.exports))

@@ -18,7 +18,7 @@ serve `Reversible`: such blocks are walked for a bit an entry, and walks do not 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,11 @@ from ..rules import registry
 from ..rules.registry import Rule, State, Verdict
 from ..trace.graph import Block
 from ..trace.linearity import is_linear
-from .base import Facts, Row, Segment, line_of
+from .base import Facts, Offer, Proposer, Realised, Row, Segment, line_of
 from .codec import in_plans
 from .costs import NodeCost, full_residual, node_costs
-from .scan_step import ScanStep, Sums, body_of, is_worth_hoisting
+from .layers import LayerGradients, ScanLayers, body_of
 from .store import Stretch
-from .walk import Step, WalkExecutor
 
 
 def find_inverse(node: Node, network: Network, *, derived: bool) -> Rule | Verdict:
@@ -237,18 +236,18 @@ class InvertedBlock:
 class InvertedLoop:
     """A scan over layers that are inverted: one loop back."""
 
-    def __init__(self, node: Node, step: ScanStep, layer: list[Part]):
-        self.node, self.step, self.layer = node, step, layer
+    def __init__(self, node: Node, layers: ScanLayers, layer: list[Part]):
+        self.node, self.layers, self.layer = node, layers, layer
         weights = dict.fromkeys(v for part in layer for v in part.node.weights)
         self.weights = tuple(weights)
-        first = step.eqn.invars[step.body.counts.consts : step.body.counts.stacked]
-        self.first = tuple(first)
-        self.origins = tuple(first[j] for j in step.seeded)
+        counts = layers.body.counts
+        self.first = tuple(layers.eqn.invars[counts.consts : counts.stacked])
+        self.last = tuple(layers.eqn.outvars[: counts.carry])
+        self.origins = tuple(self.first[j] for j in layers.seeded)
         shown = {*node.block.outputs, *node.block.exports}
-        self.unread = tuple(v for v in step.eqn.outvars[: len(first)] if v not in shown)
+        self.unread = tuple(v for v in self.last if v not in shown)
         # While a layer is differentiated, its gradients lie beside what they are written to.
-        self.bytes = max(part.bytes for part in layer) + 2 * step.operand_bytes
-        self.bytes += step.length * step.operand_bytes if step.hoisted else 0
+        self.bytes = max(part.bytes for part in layer) + 2 * layers.operand_bytes + layers.hoisted_bytes
 
     is_inverted = True
     is_derived = False
@@ -260,38 +259,39 @@ class InvertedLoop:
 
     def rows(self, cost: NodeCost, kept: int, depth: int = 0, times: int = 1) -> list[Row]:
         """As a report shows it: the loop, and what is in its body."""
-        length = self.step.length
+        length = self.layers.length
         why = f"{length} layers, each from the one after it"
         about = ("invert", kept, None, why, cost.m_x, cost.m_theta, depth, times)
         rows = [Row(self.node.describe(), line_of(self.node), *about)]
-        for part, inner in zip(self.layer, node_costs(self.step.body.network), strict=True):
+        for part, inner in zip(self.layer, node_costs(self.layers.body.network), strict=True):
             rows += part.rows(inner, 0, depth + 1, length)
         return rows
 
     def back(self, fixed: Env, x: Env, h: Env, out: GradientSink) -> None:
-        step = self.step
-        operands, _ = step.operands_of(fixed, {})
-        ends, _ = step.body.outputs
-        y = [x.pop(v) for v in step.eqn.outvars[: step.body.counts.carry]]
-        h_last, _ = step.arriving(h)
-        sums = Sums(step, operands, self.weights)
+        layers = self.layers
+        operands, _ = layers.operands_of(fixed, {})
+        ends, _ = layers.body.outputs
+        y = [x.pop(v) for v in self.last]
+        h_last, _ = layers.arriving(h)
+        gradients = LayerGradients(layers, operands, self.weights)
 
         def layer(carry: Any, i: Any, _: Any) -> Any:
             y, h, total = carry
-            env = step.environment(operands, i)
+            env = layers.environment(operands, i)
             inner_x, inner_h = dict(zip(ends, y, strict=True)), dict(zip(ends, h, strict=True))
             found = GradientSink()
             for part in reversed(self.layer):
                 part.back(env, inner_x, inner_h, found)
-            total = sums.add(total, i, env, found.found)
-            return ([inner_x[v] for v in step.h_ins], [inner_h[v] for v in step.h_ins], total), None
+            total = gradients.add(total, i, env, found.found)
+            h_ins = layers.h_ins
+            return ([inner_x[v] for v in h_ins], [inner_h[v] for v in h_ins], total), None
 
-        carry, _ = step.scan(layer, (y, h_last, sums.start()), backward=True, length=step.length)
+        carry, _ = layers.loop.visit(layer, (y, h_last, gradients.start()), backward=True)
         start, h_first, total = carry
         x.update(zip(self.first, start, strict=True))
-        for v, value in step.leaving(h_first):
+        for v, value in layers.leaving(h_first):
             h[v] = value if v not in h else h[v] + value
-        out.add(sums.finish(total))
+        out.add(gradients.finish(total))
         out.close(self.node.weights)
 
 
@@ -315,11 +315,9 @@ def _inverted_scan(node: Node, network: Network, derived: bool) -> InvertedLoop 
         parts.append(part)
     if not _is_chain(body.network):
         return Verdict(False, "its carry does not determine every state in its body")
-    steps = [Step(n, body.network, "none") for n in body.network.nodes]
-    walk = WalkExecutor(body.network, 0, len(steps), steps)
-    step = ScanStep(node, network, "none", node.block.inputs, body=body, walk=walk)
-    step.hoisted = is_worth_hoisting(step)
-    return InvertedLoop(node, step, parts)
+    layers = ScanLayers(node, body)
+    layers.hoisted = layers.is_worth_hoisting()
+    return InvertedLoop(node, layers, parts)
 
 
 def _starts_inside(node: Node, body: Body) -> bool:
@@ -372,7 +370,7 @@ class InvertExecutor(Stretch):
         # A scan's last carry is needed whole, though a part of it may have no other reader, or only
         # readers without a derivative.
         scans = [part for part in self.parts if isinstance(part, InvertedLoop)]
-        carries = [v for part in scans for v in part.step.eqn.outvars[: len(part.first)]]
+        carries = [v for part in scans for v in part.last]
         self.ends = tuple(dict.fromkeys(v for v in (*made, *carries) if v not in read))
         self.also = {i: part.unread for i, part in enumerate(self.parts) if part.unread}
 
@@ -437,6 +435,35 @@ class InvertExecutor(Stretch):
         pairs += [(certificate.sketch(x[v]), certificate.sketch(fixed[v])) for v in origins]
         error = certificate.compare_together(pairs, [certificate.sketch(a) for a in ends])
         return [Measured(error, *self.places)]
+
+
+class InvertProposer(Proposer):
+    """For every node, the longest run of inverses that ends there."""
+
+    def __init__(self, network: Network, costs: Sequence[NodeCost]):
+        self.costs, self.limit = costs, 0
+        self.runs = [
+            InvertExecutor(network, start, stop) if start < stop else None
+            for stop, start in enumerate(runs(network))
+        ]
+
+    def limits(self) -> set[int]:
+        return {run.transient_bytes for run in self.runs if run is not None}
+
+    def begin(self, limit: int) -> None:
+        self.limit = limit
+
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        del best
+        run = self.runs[stop]
+        if run is not None and run.transient_bytes <= self.limit:
+            yield Offer(run.start, stop, run.kept_bytes, run.transient_bytes)
+
+    def realise(self, offer: Offer) -> Realised:
+        run = self.runs[offer.stop]
+        assert run is not None
+        gradients = max(c.gradients for c in self.costs[offer.start : offer.stop])
+        return Realised([run], run.kept_bytes, run.transient_bytes + gradients)
 
 
 def runs(network: Network) -> list[int]:

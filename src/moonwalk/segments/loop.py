@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from .. import _jax
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured, Place
+from ..execute.loops import InPieces, Level, Piece
 from ..execute.residuals import nbytes
 from ..execute.scale import Cotangents, shifted
 from ..execute.sinks import GradientSink
@@ -27,7 +28,8 @@ from ..network.cutting import Network
 from .base import Facts, Row, Segment
 from .codec import in_plans
 from .costs import NodeCost
-from .scan_step import ScanStep, Sums
+from .layers import LayerGradients
+from .scan_step import ScanStep
 from .store import StoreExecutor
 from .walk import Walk, WalkExecutor, replace_all
 
@@ -71,6 +73,21 @@ def tiled_walk(walk: WalkExecutor, every: int) -> TiledWalkExecutor:
     return tiled
 
 
+def tile_bytes(scan: ScanStep, every: int) -> tuple[int, int]:
+    """Of a scan that is walked in tiles: (what is kept at their starts, what one keeps in turn)."""
+    carry = nbytes(*(v.aval for v in scan.layers.ins))
+    moving = nbytes(*(v.aval for v in moving_operands(scan)))
+    starts = -(-scan.length // every) * carry + moving + scan.memo_bytes - scan.layers_memo_bytes
+    return starts, -(-(scan.kept_bytes + scan.layers_memo_bytes) * every // scan.length)
+
+
+def moving_operands(scan: ScanStep) -> list[Any]:
+    """What all layers read and only a forward pass has: keys that an earlier loop has split."""
+    consts, _, xs = scan.body.counts.groups(scan.layers.eqn.invars)
+    found = (v for v in (*consts, *xs) if not isinstance(v, _jax.Literal))
+    return [v for v in dict.fromkeys(found) if v not in scan.network.fixed]
+
+
 @dataclass(eq=False, repr=False)
 class TiledWalkExecutor(WalkExecutor):
     """A walk over one scan, in segments of `every` layers."""
@@ -99,60 +116,45 @@ class TiledWalkExecutor(WalkExecutor):
 
     @property
     def start_bytes(self) -> int:
-        """What is kept at the starts of segments, and of what all of them read."""
-        step = self.scan
-        carry = nbytes(*(v.aval for v in step.ins))
-        moving = nbytes(*(v.aval for v in self._moving))
-        return self.segments * carry + moving + step.memo_bytes - step.layers_memo_bytes
-
-    @property
-    def _moving(self) -> list[Any]:
-        """What all layers read and only a forward pass has: keys that an earlier loop has split."""
-        consts, _, xs = self.scan.body.counts.groups(self.scan.eqn.invars)
-        found = (v for v in (*consts, *xs) if not isinstance(v, _jax.Literal))
-        return [v for v in dict.fromkeys(found) if v not in self.network.fixed]
+        """What is kept at the starts of tiles, and of what all of them read."""
+        return tile_bytes(self.scan, self.every)[0]
 
     @property
     def kept_bytes(self) -> int:
-        """What a segment keeps while it is walked."""
-        step = self.scan
-        return -(-(step.kept_bytes + step.layers_memo_bytes) * self.every // step.length)
+        """What a tile keeps while it is walked."""
+        return tile_bytes(self.scan, self.every)[1]
 
-    def _firsts(self) -> tuple[int, int, int, int]:
-        """(whole segments, layers of the shorter last one, first layer of the former, of the latter)."""
-        segments, short = divmod(self.scan.length, self.every)
-        if self.scan.reverse:
-            return segments, short, short, 0
-        return segments, short, 0, self.scan.length - short
+    @property
+    def _moving(self) -> list[Any]:
+        return moving_operands(self.scan)
 
     def forward(self, fixed: Env, x: Env, results: frozenset[Any], *, again: bool = False) -> Any:
-        """The carries at the starts of segments."""
-        step = self.scan
+        """The carries at the starts of tiles."""
+        step, loop = self.scan, self.scan.layers.loop
         operands, carry = step.operands_of(fixed, x)
         moving = [x[v] for v in self._moving]
-        segments, short, start, rest_start = self._firsts()
 
-        def segment(carry: Any, number: Any, _: Any) -> Any:
-            first = start + number * self.every
-            last, ys, _ = step.forward(operands, carry, (first, self.every), keep=False, again=again)
+        def tile(_: Any, carry: Any, kept: Any, piece: Piece) -> Any:
+            layers = piece.first, piece.count
+            last, ys, _ = step.forward(operands, carry, layers, keep=False, again=again)
             return last, (carry, ys)
 
-        rest = rest_ys = None
-        last, (starts, ys) = step.scan(segment, carry, length=segments)
-        if short:
-            rest = last
-            last, rest_ys, _ = step.forward(operands, last, (rest_start, short), keep=False, again=again)
-        x.update(zip(step.eqn.outvars, (*last, *step.joined(ys, rest_ys)), strict=True))
+        def joined(whole: Any, rest: Any) -> Any:
+            (starts, ys), (start, rest_ys) = whole, (None, None) if rest is None else rest
+            return InPieces(starts, start), loop.joined(ys, rest_ys)
+
+        last, (starts, ys) = loop.visit(None, carry, levels=[Level(self.every, tile)], join=joined)
+        x.update(zip(step.layers.eqn.outvars, (*last, *ys), strict=True))
         self._drop(x, 0, results)
-        kept = {"starts": starts, "rest": rest, "moving": moving}
+        kept = {"starts": starts, "moving": moving}
         barrier((x, list(x)), (kept, list(kept)))
         return kept
 
     def down_and_up(
         self, fixed: Env, saved: Any, h: Env, scaled: Cotangents, out: GradientSink
     ) -> list[Measured]:
-        """Phases I, II and III, segment by segment."""
-        errors = self._segment_by_segment(fixed, saved, scaled, out)
+        """Phases I, II and III, tile by tile."""
+        errors = self._tile_by_tile(fixed, saved, scaled, out)
         replace_all(h, scaled.unscaled())
         return errors
 
@@ -175,52 +177,42 @@ class TiledWalkExecutor(WalkExecutor):
         why = f"{first.why}, {self.segments} segments of {self.every}"
         return [replace(first, bytes=self.start_bytes, why=why), *rest]
 
-    def _segment_by_segment(
-        self, fixed: Env, kept: Any, h: Cotangents, out: GradientSink
-    ) -> list[Measured]:
-        step = self.scan
-        # Outside a loop, as the shorter segment is (and, to XLA, a loop that runs once), nothing but a
+    def _tile_by_tile(self, fixed: Env, kept: Any, h: Cotangents, out: GradientSink) -> list[Measured]:
+        step, layers = self.scan, self.scan.layers
+        # Outside a loop, as the shorter tile is (and, to XLA, a loop that runs once), nothing but a
         # barrier keeps Phase I from being run again at once.
         kept = dict(kept)
         barrier((h, list(h)), (kept, list(kept)))
-        starts, rest = kept["starts"], kept["rest"]
+        starts = kept["starts"]
         operands, _ = step.operands_of(fixed, dict(zip(self._moving, kept["moving"], strict=True)))
-        h_last, h_ys = step.arriving(h)
-        in_back = Sums(step, operands, step.inner_in_back)
-        in_sweep = Sums(step, operands, step.inner_in_sweep, out, apart=step.weights_in_back)
+        h_last, h_ys = layers.arriving(h)
+        in_back = LayerGradients(layers, operands, step.inner_in_back)
+        in_sweep = LayerGradients(layers, operands, step.inner_in_sweep, out, step.weights_in_back)
         factors = [None] * len(step.walk.steps)  # made in the loop: for all layers they are weight-sized
 
-        def segment(carry: Any, layers: Any, state: Any) -> Any:
+        def tile(_: Any, carry: Any, start: Any, piece: Piece) -> Any:
             h, back, swept, worst = carry
+            where = piece.first, piece.count
             # A layer's weights may be updated once it is swept, and never read again.
             now = operands._replace(newer=(in_sweep, swept))
             with jax.named_scope("phase_1"):
-                _, _, held = step.forward(now, state, layers, again=True)
+                _, _, held = step.forward(now, start, where, again=True)
             with jax.named_scope("phase_2"):
-                h, exponent, back, memo = step.backward(now, held, h, h_ys, layers, in_back, back)
+                h, exponent, back, memo = step.backward(now, held, h, h_ys, where, in_back, back)
             with jax.named_scope("phase_3"):
                 _, _, swept, worst, _ = step.onward(
-                    *(now, held, memo, factors, state, h, exponent, h_ys),
-                    *(layers, in_sweep, swept, worst),
+                    *(now, held, memo, factors, start, h, exponent, h_ys),
+                    *(where, in_sweep, swept, worst),
                 )
-            # The next segment starts from the cotangent itself, as it would in backpropagation.
-            return [shifted(a, exponent) for a in h], back, swept, worst
+            # The next tile starts from the cotangent itself, as it would in backpropagation.
+            return ([shifted(a, exponent) for a in h], back, swept, worst), None
 
-        segments, short, start, rest_start = self._firsts()
         zero = _jax.varying_zero((operands[:3], h_last, h_ys, starts), jnp.float32)
         carry = (h_last, in_back.start(), in_sweep.start(), step.worst.start(zero))
-        if short:
-            carry = segment(carry, (rest_start, short), rest)
-            box = {"carry": carry, "starts": starts}
-            barrier((box, list(box)))
-            carry, starts = box["carry"], box["starts"]
-
-        def whole(carry: Any, number: Any, state: Any) -> Any:
-            return segment(carry, (start + number * self.every, self.every), state), None
-
-        carry, _ = step.scan(whole, carry, starts, backward=True, length=segments)
+        levels = [Level(self.every, tile, barred=True)]
+        carry, _ = layers.loop.visit(None, carry, starts, levels, backward=True)
         h_first, back, swept, worst = carry
-        for v, value in step.leaving(h_first):
+        for v, value in layers.leaving(h_first):
             h.add(v, value)
         out.add(in_back.finish(back))
         out.add(in_sweep.finish(swept))

@@ -26,6 +26,7 @@ from .. import _jax
 from .._jax import Literal
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
+from ..execute.loops import checkpointed
 from ..execute.residuals import Residual, nbytes
 from ..execute.sinks import GradientSink
 from ..execute.twins import PRODUCTS
@@ -34,7 +35,7 @@ from ..network.prologues import cheap_steps
 from ..trace import fingerprint, graph
 from .base import Executor, Row, Segment, line_of
 from .codec import in_plans
-from .costs import NodeCost, checkpointed, full_residual, in_periods
+from .costs import NodeCost, full_residual, in_periods
 
 
 @in_plans

@@ -302,8 +302,8 @@ def find_seeds(network: Network, walk: WalkExecutor) -> list[Seed]:
     result = [Seed(v) for v in dict.fromkeys(found)]
     for i, step in enumerate(walk.steps):
         if isinstance(step, ScanStep):
-            first = step.body.counts.consts
-            result += [Seed(step.eqn.invars[first + j], walk.start + i) for j in step.seeded]
+            starts = step.layers.eqn.invars[step.body.counts.consts :]
+            result += [Seed(starts[j], walk.start + i) for j in step.seeded]
         elif step.is_stem:
             result += [Seed(v) for v in step.block.outputs]
     return result

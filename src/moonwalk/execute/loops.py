@@ -1,0 +1,222 @@
+"""The one loop: every pass over the layers of a scan.
+
+The three phases of a walk, the forward pass that JAX differentiates, tiles that run again and the way
+back by inverses are all a `LayerLoop.visit`. They differ in what a layer does, in which direction they
+go, and in their *levels*: what happens every so many layers. A level cuts the layers into pieces of
+equal size and runs each piece its own way:
+
+    anchors          Phase II hands out the cotangent where a piece starts; Phase III starts from it
+    certificates     cotangents are sketched, compared and rescaled where a piece ends
+    tiles            a forward pass keeps the carry at the start of a piece; the reverse pass runs the
+                     piece again from there
+    `jax.checkpoint` the same, by JAX itself
+
+Levels nest, the coarsest first. Layers that a size does not divide are a shorter piece at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _jax
+from ..network.cutting import Node
+from ..trace import graph
+from .barriers import barrier
+
+Visit = Callable[[Any, Any], tuple[Any, Any]]  # (state, kept) -> (state, result)
+
+
+class Piece(NamedTuple):
+    """Consecutive layers: those at places `first` … `first + count − 1`."""
+
+    first: Any
+    count: int
+    looped: bool = False  # whether a loop runs over this piece and others
+    alone: bool = False  # whether the level has no other piece
+
+
+class InPieces(NamedTuple):
+    """Results of a visit in pieces: stacked, those of the whole pieces; those of the shorter one."""
+
+    whole: Any
+    rest: Any = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """Pieces of `size` layers.
+
+    `around(run, state, kept, piece)` runs a piece and returns its state and result: by `run(state,
+    kept)`, which visits its layers, or in a way of its own. `barred`: the shorter piece and the whole
+    ones must not run side by side.
+    """
+
+    size: int
+    around: Callable[[Visit, Any, Any, Piece], tuple[Any, Any]]
+    barred: bool = False
+
+
+@dataclass(frozen=True)
+class LayerLoop:
+    """How often a scan runs its body, and from which end."""
+
+    length: int
+    reverse: bool
+
+    def visit(
+        self,
+        layer: Callable[[Any, Any, Any], tuple[Any, Any]] | None,
+        state: Any,
+        kept: Any = None,
+        levels: Sequence[Level] = (),
+        *,
+        count: int | None = None,
+        backward: bool = False,
+        cut: Callable[[Any, int, int], InPieces] | None = None,
+        join: Callable[[Any, Any], Any] = InPieces,
+    ) -> tuple[Any, Any]:
+        """`layer(state, place, kept) -> (state, result)`, layer by layer: (last state, results).
+
+        **Arguments:**
+
+        - `layer`: None where the last of `levels` runs its pieces itself.
+        - `kept`: what the layers, or the pieces of `levels`, are given. By default it is cut as the
+            results of another visit were, one with the same levels.
+        - `count`: visit only so many layers. Places are counted from the first of them.
+        - `backward`: against the order of the scan.
+        - `cut(kept, count, size)`: how it is cut otherwise, such as `self.cut`, by layer.
+        - `join(whole, rest)`: the result of several pieces, such as `self.joined`.
+        """
+
+        def one_layer(state: Any, place: Any, kept: Any) -> Any:
+            assert layer is not None, "a level was to run its pieces itself"
+            return layer(state, place, kept)
+
+        def pieces(state: Any, kept: Any, first: Any, count: int, levels: Sequence[Level]) -> Any:
+            if not levels:
+                run = lambda state, k, own: one_layer(state, _after(first, k), own)
+                return self._scan(run, state, kept, backward=backward, length=count)
+            level, *inner = levels
+
+            def piece(state: Any, kept: Any, at: Piece) -> Any:
+                run = lambda state, kept: pieces(state, kept, at.first, at.count, inner)
+                return level.around(run, state, kept, at)
+
+            if level.size >= count:
+                return piece(state, kept, Piece(first, count, alone=True))
+            if level.size == 1 and not inner and layer is not None:  # no loop inside the loop
+
+                def single(state: Any, k: Any, kept: Any) -> Any:
+                    place = _after(first, k)
+                    run = lambda state, kept: one_layer(state, place, kept)
+                    return level.around(run, state, kept, Piece(place, 1, looped=True))
+
+                return self._scan(single, state, kept, backward=backward, length=count)
+            number, short = divmod(count, level.size)
+            start, rest = (short, 0) if self.reverse else (0, count - short)
+            if cut is not None:
+                kept = cut(kept, count, level.size)
+            of_whole, of_rest = (None, None) if kept is None else kept
+            last = Piece(_after(first, rest), short)
+            rest_result = None
+            if short and backward:
+                state, rest_result = piece(state, of_rest, last)
+                if level.barred:
+                    box = [state, of_whole]
+                    barrier((box, [0, 1]))
+                    state, of_whole = box
+
+            def one(state: Any, k: Any, kept: Any) -> Any:
+                place = _after(_after(first, start), k * level.size)
+                return piece(state, kept, Piece(place, level.size, looped=True))
+
+            state, whole_result = self._scan(one, state, of_whole, backward=backward, length=number)
+            if short and not backward:
+                state, rest_result = piece(state, of_rest, last)
+            return state, join(whole_result, rest_result)
+
+        return pieces(state, kept, 0, self.length if count is None else count, levels)
+
+    def _scan(self, step: Any, carry: Any, xs: Any, *, backward: bool, length: int) -> Any:
+        """A loop over `length` places in the scan's order (or backward): step(carry, place, xs).
+
+        The place is counted in the carry. Read from an array of places, XLA would not know it for the
+        loop's own counter.
+        """
+        down = self.reverse != backward
+
+        def body(carry: Any, xs: Any) -> Any:
+            count, carry = carry
+            carry, ys = step(carry, length - 1 - count if down else count, xs)
+            return (count + 1, carry), ys
+
+        (_, carry), ys = lax.scan(body, (np.int32(0), carry), xs, length=length, reverse=down)
+        return carry, ys
+
+    def cut(self, stacked: Any, count: int, size: int) -> InPieces:
+        """Arrays stacked by layer, in pieces of `size` layers."""
+        number, short = divmod(count, size)
+        start = short if self.reverse else 0
+
+        def whole(a: Any) -> Any:
+            a = a[start : start + number * size] if short else a
+            return a.reshape((number, size, *a.shape[1:]))
+
+        rest = [a[:short] if self.reverse else a[count - short :] for a in stacked] if short else None
+        return InPieces([whole(a) for a in stacked], rest)
+
+    def joined(self, whole: Any, rest: Any) -> Any:
+        """Results of pieces as those of their layers, stacked."""
+        flat = jax.tree.map(lambda a: a.reshape((a.shape[0] * a.shape[1], *a.shape[2:])), whole)
+        if rest is None:
+            return flat
+        order = (lambda a, b: [b, a]) if self.reverse else (lambda a, b: [a, b])
+        return jax.tree.map(lambda a, b: jnp.concatenate(order(a, b)), flat, rest)
+
+
+def _after(first: Any, k: Any) -> Any:
+    """`first + k`, without an equation where either is known to be 0."""
+    if isinstance(first, int) and first == 0:
+        return k
+    return first if isinstance(k, int) and k == 0 else first + k
+
+
+def checkpointed(
+    node: Node, periods: Sequence[int], x: Sequence[Any], operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """A scan's outputs and exports, by a scan over checkpointed scans of `periods[0]` layers.
+
+    Those are scans over checkpointed scans of `periods[1]` layers, and so on.
+    """
+    block, (eqn,) = node.block, node.block.eqns
+    counts = _jax.scan_counts(eqn)
+    env = dict(zip((*block.inputs, *block.operands), (*x, *operands), strict=True))
+    consts, carry, xs = counts.groups([graph.read(env, v) for v in eqn.invars])
+    inner, inner_consts = _jax.open_jaxpr(eqn.params["jaxpr"])
+
+    def layer(carry: Any, place: Any, xs: Any) -> Any:
+        del place
+        env = dict(zip(inner.constvars, inner_consts, strict=True))
+        env.update(zip(inner.invars, (*consts, *carry, *xs), strict=True))
+        graph.run(inner.eqns, env)
+        out = [graph.read(env, v) for v in inner.outvars]
+        return out[: counts.carry], out[counts.carry :]
+
+    def around(run: Visit, carry: Any, xs: Any, piece: Piece) -> Any:
+        if piece.alone:  # it runs again as part of a larger one
+            return run(carry, xs)
+        # In a loop, nothing is merged with what is outside.
+        return jax.checkpoint(run, prevent_cse=not piece.looped)(carry, xs)
+
+    loop = LayerLoop(eqn.params["length"], eqn.params["reverse"])
+    levels = [Level(period, around) for period in periods]
+    last, ys = loop.visit(layer, carry, xs, levels, cut=loop.cut, join=loop.joined)
+    found = dict(zip(eqn.outvars, (*last, *ys), strict=True))
+    return tuple(found[v] for v in (*block.outputs, *block.exports))

@@ -1,0 +1,163 @@
+"""What JAX differentiates, as the search for a plan sees it: nodes that are stored, stretches that are
+recomputed, scans in checkpointed tiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..network.cutting import Network
+from ..segments.base import Offer, Proposer, Realised
+from ..segments.costs import NodeCost
+from ..segments.loop import TiledExecutor
+from ..segments.store import NestedExecutor, StoreExecutor, may_run_again, store_or_recompute
+
+
+class Plain:
+    """What the search is told of nodes that JAX differentiates.
+
+    `live`: bytes of the states alive before each node. `free`: the nodes that may be stored or
+    recomputed; others must be walked.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        costs: Sequence[NodeCost],
+        live: Sequence[int],
+        free: Sequence[bool],
+    ):
+        self.network, self.costs, self.live = network, costs, live
+        sizes = [c.full if f else math.inf for c, f in zip(costs, free, strict=True)]
+        # What prints or calls back runs once, though the user may have wrapped it in `jax.checkpoint`.
+        asked = [node.checkpointed and not node.calls_once for node in network.nodes]
+        self.stored = [math.inf if a else size for size, a in zip(sizes, asked, strict=True)]
+        # What calls back must run once. A scan in periods is a checkpoint of its own: run again it would
+        # keep the same once more.
+        once = [
+            node.calls_once or (cost.period is not None and not a)
+            for node, cost, a in zip(network.nodes, costs, asked, strict=True)
+        ]
+        self.recomputed = [math.inf if o else size for size, o in zip(sizes, once, strict=True)]
+
+    def realise(self, offer: Offer) -> Realised:
+        """Stored or recomputed, whichever keeps less. Scans that are cheaper in tiles are segments of
+        their own."""
+        key = ("plain", offer.start, offer.stop)  # the same in many choices
+        memory = self.network.memory
+        if key not in memory:
+            memory[key] = self._executors(offer.start, offer.stop)
+        found = memory[key]
+        taken = []
+        for executor in found:
+            own = self.costs[executor.start : executor.stop]
+            inner = max(c.gradients for c in own) + max(c.transient for c in own)
+            taken.append(executor.transient_bytes + inner)
+        return Realised(found, sum(e.kept_bytes for e in found), max(taken))
+
+    def _executors(self, start: int, stop: int) -> list[Any]:
+        network, costs = self.network, self.costs
+        nodes = network.nodes[start:stop]
+        tiled = [i for i in range(start, stop) if costs[i].period is not None]
+        if not tiled:
+            # The reverse pass begins with the last segment: run again, it would take at once what it had
+            # better keep, and what it keeps is gone before any other segment takes anything.
+            if stop == len(network.nodes) and not any(n.checkpointed for n in nodes):
+                return [StoreExecutor(network, start, stop)]
+            return [store_or_recompute(network, start, stop)]
+        parts: list[Any] = []
+        for i in tiled:
+            if start < i:
+                parts.append(StoreExecutor(network, start, i))
+            period = costs[i].period
+            assert period is not None
+            parts.append(TiledExecutor(network, i, i + 1, (period,)))
+            start = i + 1
+        if start < stop:
+            parts.append(StoreExecutor(network, start, stop))
+        asked = any(n.checkpointed for n in nodes) and may_run_again(nodes)
+        return [NestedExecutor(parts)] if asked else parts
+
+
+class StoreProposer(Proposer):
+    """Single nodes, stored; neighbours are one segment."""
+
+    joins = True
+
+    def __init__(self, plain: Plain):
+        self.plain = plain
+
+    def limits(self) -> set[int]:
+        return set()
+
+    def begin(self, limit: int) -> None:
+        del limit  # what it keeps it takes, too
+
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        del best
+        yield Offer(stop - 1, stop, self.plain.stored[stop - 1])
+
+    def realise(self, offer: Offer) -> Realised:
+        return self.plain.realise(offer)
+
+
+class RecomputeProposer(Proposer):
+    """Stretches that run again from the state at their start."""
+
+    def __init__(self, plain: Plain):
+        self.plain = plain
+
+    def limits(self) -> set[int]:
+        costs = self.plain.costs
+        kept = sorted({c.full for c in costs if c.full})
+        total = sum(c.full for c in costs)
+        found = {0, total, *kept[:: max(1, len(kept) // 8)], *kept[-1:]}
+        limit = float(kept[-1]) if kept else 0.0
+        while kept and limit < total:
+            found.add(int(limit))
+            limit *= 1.5
+        return found
+
+    def begin(self, limit: int) -> None:
+        self.stretches = Stretches(self.plain.recomputed, self.plain.live, limit)
+
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        del best
+        return self.stretches.offers(stop)
+
+    def realise(self, offer: Offer) -> Realised:
+        return self.plain.realise(offer)
+
+
+class Stretches:
+    """Where stretches may begin that end at a node and take no more than a limit.
+
+    `sizes`: what each node takes; infinite where it may not be part of one.
+    """
+
+    def __init__(self, sizes: Sequence[float], live: Sequence[int], limit: int):
+        never = 1 << 62
+        whole = [never if math.isinf(b) else int(b) for b in sizes]
+        self.prefix = list(itertools.accumulate(whole, initial=0))
+        self.live, self.limit = live, limit
+        n = len(sizes)
+        self.narrow = {
+            i
+            for i in range(n + 1)
+            if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
+        }
+        # Where no stretch may reach further back, one has to begin.
+        self.narrow |= {i + 1 for i, size in enumerate(sizes) if math.isinf(size)}
+        self.window: list[int] = [0]
+
+    def offers(self, stop: int) -> list[Offer]:
+        """Asked for every node in turn."""
+        size = self.prefix[stop]
+        while self.window and size - self.prefix[self.window[0]] > self.limit:
+            self.window.pop(0)
+        found = [Offer(s, stop, self.live[s] if s else 0, size - self.prefix[s]) for s in self.window]
+        if stop in self.narrow:
+            self.window.append(stop)
+        return found

@@ -1,0 +1,221 @@
+"""Walks, as the search for a plan sees them: whole, or in segments whose Phase I is run again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..network.cutting import Network
+from ..segments.base import Offer, Proposer, Realised
+from ..segments.loop import TiledWalkExecutor, tile_bytes, tiled_walk
+from ..segments.scan_step import ScanStep
+from ..segments.walk import Step, WalkExecutor
+from .cotangents import GainTable, Growth, Options, evenly, period_for, plan_walk
+from .plain import Stretches
+
+
+@dataclass(frozen=True)
+class Walks:
+    """What walking costs, node by node."""
+
+    network: Network
+    options: Options
+    gains: GainTable
+    live: Sequence[int]  # bytes of the states alive before each node
+    steps: Sequence[Step]  # of a walk over the whole network
+
+    @classmethod
+    def over(cls, network: Network, options: Options, gains: GainTable, live: Sequence[int]) -> Walks:
+        if not network.nodes:
+            return cls(network, options, gains, live, [])
+        walk = _planned(network, options, gains, 0, len(network.nodes))
+        return cls(network, options, gains, live, walk.steps)
+
+    @property
+    def never(self) -> list[bool]:
+        """The nodes that no walk may go through.
+
+        A scan whose layers are not walked would be run again and stored, all of it, in Phase II.
+        """
+        return [(s.node.calls_once or s.node.is_scan) and not s.is_loop for s in self.steps]
+
+    @property
+    def bytes(self) -> list[float]:
+        """What a walk keeps of each node."""
+        pairs = zip(self.steps, self.never, strict=True)
+        return [math.inf if never else s.kept_bytes + s.memo_bytes for s, never in pairs]
+
+    def scan(self, i: int) -> ScanStep | None:
+        """Node i, if it is a scan whose layers are walked."""
+        step = self.steps[i]
+        return step if isinstance(step, ScanStep) and step.source != "none" else None
+
+    def plan(self, start: int, stop: int) -> WalkExecutor:
+        return _planned(self.network, self.options, self.gains, start, stop)
+
+    def start_bytes(self, start: int) -> int:
+        """The state that a walk starts from; of the first one, that is an argument."""
+        return self.live[start] if start else 0
+
+
+def _planned(
+    network: Network, options: Options, gains: GainTable, start: int, stop: int
+) -> WalkExecutor:
+    envs = None if gains.values is None else [gains.values]
+    return plan_walk(network, start, stop, options, book=gains, envs=envs)[0]
+
+
+class WalkProposer(Proposer):
+    """Walks that keep what Phase I and Phase II keep."""
+
+    def __init__(self, walks: Walks):
+        self.walks, self.bytes = walks, walks.bytes
+
+    def limits(self) -> set[int]:
+        return set()
+
+    def begin(self, limit: int) -> None:
+        del limit
+        # The least bytes of all nodes before here, the last of them walked; and where that walk starts.
+        self.walking, self.walk_start = math.inf, 0
+
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        i = stop - 1
+        fresh = best[i] + self.walks.start_bytes(i)
+        if fresh < self.walking:
+            self.walking, self.walk_start = fresh, i
+        self.walking += self.bytes[i]
+        if self.walking < math.inf:
+            yield Offer(self.walk_start, stop, self.walking - best[self.walk_start])
+
+    def realise(self, offer: Offer) -> Realised:
+        walk = self.walks.plan(offer.start, offer.stop)
+        return Realised([walk], walk.kept_bytes + self.walks.start_bytes(offer.start))
+
+
+class RerunProposer(Proposer):
+    """Walks that keep the state at their start, and run Phase I again."""
+
+    def __init__(self, walks: Walks):
+        self.walks = walks
+        # A scan is a segment, or several, by itself.
+        self.sizes = [
+            math.inf if s.is_loop else b for s, b in zip(walks.steps, walks.bytes, strict=True)
+        ]
+
+    def limits(self) -> set[int]:
+        found: set[int] = set()
+        sizes = [b for b in self.sizes if 0 < b < math.inf]
+        total = sum(sizes)
+        limit = float(max(sizes, default=0))
+        while sizes and limit < 2 * total:
+            found.add(int(limit))
+            limit *= 1.25
+        return found
+
+    def begin(self, limit: int) -> None:
+        self.stretches = Stretches(self.sizes, self.walks.live, limit)
+
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        del best
+        return self.stretches.offers(stop)
+
+    def realise(self, offer: Offer) -> Realised:
+        walk = self.walks.plan(offer.start, offer.stop)
+        walk.recomputed = True
+        return Realised([walk], self.walks.start_bytes(offer.start), walk.kept_bytes)
+
+
+class TileProposer(Proposer):
+    """Scans that are walked in tiles; an offer's setting is their length."""
+
+    def __init__(self, walks: Walks):
+        self.walks, self.limit = walks, 0
+
+    def limits(self) -> set[int]:
+        found: set[int] = set()
+        for i in range(len(self.walks.steps)):
+            step = self.walks.scan(i)
+            if step is not None:
+                layer = (step.kept_bytes + step.layers_memo_bytes) / step.length
+                whole = range(1, step.length + 1)
+                found.update(math.ceil(layer * k) for k in whole if step.length % k == 0)
+        return found
+
+    def begin(self, limit: int) -> None:
+        self.limit = limit
+
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
+        del best
+        step = self.walks.scan(stop - 1)
+        if step is None:
+            return
+        layer = max(1.0, (step.kept_bytes + step.layers_memo_bytes) / step.length)
+        every = evenly(step.length, max(1, min(step.length, int(self.limit / layer))))
+        # One tile saves nothing alone; of several scans, XLA would make room for all at once.
+        if every < step.length:
+            yield Offer(stop - 1, stop, *tile_bytes(step, every), every)
+
+    def realise(self, offer: Offer) -> Realised:
+        walk = self.walks.plan(offer.start, offer.stop)
+        walk.recomputed = True
+        (step,) = walk.steps
+        if offer.setting >= step.length:  # one tile: a walk like any other
+            return Realised([walk], self.walks.start_bytes(offer.start), walk.kept_bytes)
+        tiled = in_tiles(walk, offer.setting, self.walks.options)
+        return Realised([tiled], tiled.start_bytes, tiled.kept_bytes)
+
+
+def in_tiles(walk: WalkExecutor, every: int, options: Options) -> TiledWalkExecutor:
+    """A scan walked in tiles, each from an exact cotangent."""
+    (step,) = walk.steps
+    layer = step.gain
+    if options.anchor_every is None:
+        step.period = period_for(layer, Growth(), every, options.limit)
+    span = min(every, step.period or every)
+    grown = Growth().times(layer.over(span)).factor
+    inside = Growth(step.walk.growth, layer.mixes).factor
+    walk.growth = max(grown, inside)
+    return tiled_walk(walk, every)
+
+
+def cut_evenly(
+    walker: WalkProposer, chosen: Sequence[tuple[Proposer, Offer]], count: int | str
+) -> list[tuple[Proposer, Offer]]:
+    """The chosen offers, those of `walker` in as many segments as asked for, of equally many layers."""
+    walks = walker.walks
+    layers = [s.length if isinstance(s, ScanStep) else int(s.node.is_heavy) for s in walks.steps]
+    depth = sum(layers)
+    names = {"sqrt": math.ceil(math.sqrt(depth)), "block": depth}
+    segments = names[count] if isinstance(count, str) else count
+    if segments > depth:
+        raise ValueError(
+            f"Moonwalk(checkpoint={count}): the network has {depth} layers, too few for {segments} "
+            "segments; ask for fewer, or for checkpoint='auto'"
+        )
+    every = -(-depth // max(1, segments))
+    rerun, tiles = RerunProposer(walks), TileProposer(walks)
+    result: list[tuple[Proposer, Offer]] = []
+
+    def add(by: Proposer, start: int, stop: int, setting: Any = None) -> None:
+        if start < stop:
+            result.append((by, Offer(start, stop, 0, setting=setting)))
+
+    for by, offer in chosen:
+        if by is not walker:
+            result.append((by, offer))
+            continue
+        start, taken = offer.start, 0
+        for i in range(offer.start, offer.stop):
+            is_scan = walks.scan(i) is not None
+            if is_scan or taken + layers[i] > every:
+                add(rerun, start, i)
+                start, taken = i, 0
+            taken += layers[i]
+            if is_scan:
+                add(tiles, i, i + 1, evenly(layers[i], min(every, layers[i])))
+                start, taken = i + 1, 0
+        add(rerun, start, offer.stop)
+    return result
