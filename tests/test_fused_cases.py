@@ -84,12 +84,16 @@ def unfused(value_and_grad, optimizer):
 
 @pytest.fixture
 def layered(monkeypatch):
-    """Names of the leaves that the last fused step updated layer by layer."""
+    """Names of the leaves that the last fused step updated layer by layer; numbers, if it was refused."""
     names = []
 
     class Fused(fused_update.Fused):
         def __init__(self, *args):
-            super().__init__(*args)
+            try:
+                super().__init__(*args)
+            except OptimizerError:
+                names[:] = self.fusing.layered
+                raise
             names[:] = [self.program.names[i] for i in sorted(self.program.layered)]
 
     monkeypatch.setattr(fused_update, "Fused", Fused)
@@ -993,7 +997,7 @@ def check(architecture, names, options, tied, stacked):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_networks_and_optimizers(seed, layered):
     @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=50)
+    @hypothesis.settings(max_examples=25)
     @hypothesis.given(architectures, chains, methods, st.booleans())
     def run(architecture, names, options, tied):
         layered.clear()

@@ -83,16 +83,18 @@ def sum_of(a: Exponent, b: Exponent) -> Exponent:
     return b if is_none(a) else a if is_none(b) else a + b
 
 
-MODERATE = 16  # binary orders of magnitude
+MODERATE = 8  # binary orders of magnitude
 
 
 def exponent_for(order: Any) -> Any:
     """The exponent of a cotangent whose entries are about 2^order: 0 as long as that is moderate.
 
-    So a product with huge or tiny activations is about as large as in backpropagation, and there is room
-    for the layers until the next rescaling.
+    So a product with huge or tiny activations is about as large as in backpropagation. What is not
+    moderate is brought to the size of 1. Either way some 118 binary orders are left in float32 until the
+    next rescaling: 16 layers may divide by 100 each, which takes 106 of them, and small entries have the
+    rest.
     """
-    return order - jnp.clip(order, -MODERATE, MODERATE)
+    return jnp.where(jnp.abs(order) <= MODERATE, 0, order)
 
 
 def is_none(exponent: Exponent) -> bool:
