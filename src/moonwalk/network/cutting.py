@@ -14,9 +14,9 @@ what that reader says.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -55,14 +55,44 @@ class Fork(Block):
         raise AttributeError("a fork has no equation")
 
 
+class Service:
+    """A rule and its verdict, found when they are asked for.
+
+    Whether a light block has a rule matters to walks and reports alone: to find out takes a trace of its
+    derivative, and a plan that stores and recomputes does without.
+    """
+
+    def __init__(
+        self,
+        rule: Rule | None = None,
+        verdict: Verdict | None = None,
+        find: Callable[[], tuple[Rule | None, Verdict]] | None = None,
+    ):
+        self._found = None if verdict is None else (rule, verdict)
+        self._find = find
+
+    def _get(self) -> tuple[Rule | None, Verdict]:
+        if self._found is None:
+            assert self._find is not None
+            self._found, self._find = self._find(), None
+        return self._found
+
+    @property
+    def rule(self) -> Rule | None:
+        return self._get()[0]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self._get()[1]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Node:
-    """A block of the network, the operands whose gradient is wanted, and its rule if there is one."""
+    """A block of the network, the operands whose gradient is wanted, and the rule that serves it."""
 
     block: Block
     weights: tuple[Any, ...]
-    rule: Rule | None
-    verdict: Verdict
+    service: Service
     checkpointed: bool = False  # stands in a region that the user wrapped in jax.checkpoint
     is_stem: bool = False  # reads no state, and nothing that only a forward pass has
     same: Node | None = None  # the first node of the network that computes the same
@@ -72,9 +102,19 @@ class Node:
         """The node that stands for all that compute the same, for what follows from a block alone."""
         return self if self.same is None else self.same
 
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that serves it, if there is one."""
+        return self.service.rule
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is known of it, and why."""
+        return self.service.verdict
+
     def served_by(self, rule: Rule | None, verdict: Verdict | None = None) -> Node:
         """The same node with another rule."""
-        return replace(self, rule=rule, verdict=verdict or self.verdict, same=self.model)
+        return replace(self, service=Service(rule, verdict or self.verdict), same=self.model)
 
     @property
     def is_fork(self) -> bool:
@@ -434,7 +474,7 @@ class _Opener:
         self.facts, self.sides = facts, sides
         self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
         self.active = set(active)
-        self.parts: list[tuple[Block, Rule | None, Verdict]] = []
+        self.parts: list[tuple[Block, Service]] = []
         self.rules: dict[Any, tuple[Block, Rule | None, Verdict]] = {}
 
     def cut(
@@ -472,7 +512,7 @@ class _Opener:
         for v, copies in pieces.forks:
             self.active.update(copies)
             fork = Fork((), (v,), tuple(copies), ())
-            self.parts.append((fork, None, Verdict(True, "copies a state")))
+            self.parts.append((fork, Service(None, Verdict(True, "copies a state"))))
         for group in pieces.groups:
             self.add(group, pieces.cutter)
 
@@ -483,12 +523,14 @@ class _Opener:
         # What was absorbed from the sides is on the sides, too, for whoever else reads it.
         block = replace(block, exports=tuple(v for v in block.exports if v not in self.sides.fixed))
         if not block.outputs:
-            self.parts.append((block, None, Verdict(None, "carries no derivative")))
+            self.parts.append((block, Service(None, Verdict(None, "carries no derivative"))))
             return
-        rule, verdict = self._rule(block) if block.inputs else (None, Verdict(None, "reads the data"))
-        if rule is None and any(map(is_heavy, group)) and self._open(block):
+        service = Service(None, Verdict(None, "reads the data"))
+        if block.inputs:
+            service = Service(find=partial(self._rule, block))
+        if any(map(is_heavy, group)) and service.rule is None and self._open(block):
             return
-        self.parts.append((block, rule, verdict))
+        self.parts.append((block, service))
 
     def _rule(self, block: Block) -> tuple[Rule | None, Verdict]:
         """`find_rule`, once for blocks that compute the same."""
@@ -591,12 +633,12 @@ class _Opener:
 
     def nodes(self, weights: set[Any]) -> list[Node]:
         """All parts, in an order in which they can run, as close to the program's as can be."""
-        producer = {v: i for i, (b, *_) in enumerate(self.parts) for v in (*b.outputs, *b.exports)}
+        producer = {v: i for i, (b, _) in enumerate(self.parts) for v in (*b.outputs, *b.exports)}
         reads = [
             dict.fromkeys(
                 producer[v] for v in (*b.inputs, *b.operands) if v in producer and producer[v] != i
             )
-            for i, (b, *_) in enumerate(self.parts)
+            for i, (b, _) in enumerate(self.parts)
         ]
         readers: list[list[int]] = [[] for _ in self.parts]
         for i, needs in enumerate(reads):
@@ -604,7 +646,7 @@ class _Opener:
                 readers[j].append(i)
         place = [
             min((self.place.get(id(v), -1) for e in b.eqns for v in e.outvars), default=-1)
-            for b, *_ in self.parts
+            for b, _ in self.parts
         ]
         missing = [len(needs) for needs in reads]
         ready = [(place[i], i) for i, m in enumerate(missing) if not m]
@@ -612,11 +654,11 @@ class _Opener:
         result = []
         while ready:
             _, i = heapq.heappop(ready)
-            block, rule, verdict = self.parts[i]
+            block, service = self.parts[i]
             wanted = tuple(v for v in block.operands if v in weights)
             inside = any(_jax.in_checkpoint(e) for e in block.eqns)
             stem = not block.inputs and all(v in self.sides.fixed for v in block.operands)
-            result.append(Node(block, wanted, rule, verdict, inside, stem and bool(block.outputs)))
+            result.append(Node(block, wanted, service, inside, stem and bool(block.outputs)))
             for j in readers[i]:
                 missing[j] -= 1
                 if not missing[j]:

@@ -180,26 +180,15 @@ def plan_walk(
     cotangents are known to it. `envs`: the operands' values (of each layer of a scan), where gains are
     to be measured.
     """
-    nodes = network.nodes[start:stop]
     book = book or GainTable()
-    place = (prefix, start)
-
-    def planned(by_skips: bool) -> tuple[WalkExecutor, dict[Any, Growth]]:
-        planner = _CotangentPlanner(
-            network, nodes, options, set(wanted), frozenset(given), book, envs, place, by_skips
-        )
+    about = (options, set(wanted), frozenset(given), book, envs, (prefix, start))
+    found = []
+    for planner in _ways_at_joins(network, start, stop, *about):
         growth = planner.settle()
         walk = WalkExecutor(network, start, stop, planner.steps(), frozenset(given))
         walk.growth = planner.largest_growth
-        return walk, growth
-
-    walk, growth = planned(by_skips=False)
-    if any(n.is_fork for n in nodes):
-        # A join takes its cotangent from the branch, or from the skip, whose copy is then kept. The
-        # branch is left with a difference of cotangents, which may cancel: only where that keeps less.
-        other = planned(by_skips=True)
-        if other[0].kept_bytes < walk.kept_bytes:
-            walk, growth = other
+        found.append((walk, growth))
+    walk, growth = min(found, key=lambda pair: pair[0].kept_bytes)
     if not prefix:
         # Where nothing is lost the ambient precision is right; elsewhere rounding would grow.
         precise = lax.Precision.HIGHEST if walk.growth > options.ambient else None
@@ -207,6 +196,32 @@ def plan_walk(
         if precision is not None:
             walk.in_precision(precision)
     return walk, growth
+
+
+def least_bytes(
+    network: Network, options: Options, book: GainTable, envs: Sequence[Values] | None
+) -> list[int]:
+    """What a walk over the whole network keeps of each node at least: its anchors.
+
+    Nothing is traced for it but what gains and fragments ask for.
+    """
+    about = (options, set(), frozenset(), book, envs, ((), 0))
+    ways = []
+    for planner in _ways_at_joins(network, 0, len(network.nodes), *about):
+        planner.settle()
+        ways.append(planner.least_bytes())
+    return [min(of_node) for of_node in zip(*ways, strict=True)]
+
+
+def _ways_at_joins(network: Network, start: int, stop: int, *about: Any) -> Iterable[_CotangentPlanner]:
+    """A join takes its cotangent from the branch, or from the skip, whose copy is then kept.
+
+    The branch is left with a difference of cotangents, which may cancel: only where that keeps less.
+    """
+    nodes = network.nodes[start:stop]
+    yield _CotangentPlanner(network, nodes, *about, by_skips=False)
+    if any(n.is_fork for n in nodes):
+        yield _CotangentPlanner(network, nodes, *about, by_skips=True)
 
 
 class _CotangentPlanner:
@@ -220,6 +235,7 @@ class _CotangentPlanner:
         book: GainTable,
         envs: Sequence[Values] | None,
         place: tuple[tuple[int, ...], int],
+        *,
         by_skips: bool,
     ):
         self.network, self.nodes, self.options, self.by_skips = network, nodes, options, by_skips
@@ -527,6 +543,22 @@ class _CotangentPlanner:
         return Growth().times(layer.over(rest)), Growth.worst([period, inside])
 
     # -- the plan -----------------------------------------------------------------------------------
+    def least_bytes(self) -> list[int]:
+        """Anchors and copies that the nodes keep, and what loops keep, which are planned by now."""
+        result = []
+        for i, node in enumerate(self.nodes):
+            step = self.scan_steps.get(i)
+            outputs = node.block.outputs
+            if isinstance(step, ScanStep):
+                step.source = "none" if self.source[i] == "none" else "vijp"
+                result.append(step.kept_bytes + step.memo_bytes)
+            elif node.is_fork:
+                result.append(len(self.kept_copies[i][0]) * nbytes(outputs[0].aval))
+            else:
+                anchored = self.source[i] == "anchor" and not node.is_stem
+                result.append(nbytes(*(v.aval for v in outputs)) if anchored else 0)
+        return result
+
     def steps(self) -> list[Step]:
         loops = {i: step for i, step in self.scan_steps.items() if isinstance(step, ScanStep)}
         for i, step in loops.items():

@@ -118,30 +118,47 @@ def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
 def _with_walks(made: Draft) -> Choice:
     """The best choice, walks and inverses among its segments."""
     network, options, costs = made.network, made.options, made.costs
-    walks = Walks.over(network, options, made.book, live_bytes(network))
-    must = [options.always and not never for never in walks.never]
-    store, recompute = _plain_proposers(network, costs, [not m for m in must])
-    walker = WalkProposer(walks)
-    walked: list[Proposer] = [walker]
-    rerun: list[Proposer] = []
-    if options.checkpoint == "auto":
-        walked, rerun = [*walked, TileProposer(walks)], [RerunProposer(walks)]
+    walks = Walks(network, options, made.book, live_bytes(network))
     inverted: list[Proposer] = []
     # `anchor_every` requests stored states, so inversion is disabled.
     if options.anchor_every is None and not options.always:
         proposer = InvertProposer(network, costs)
         inverted = [proposer] if proposer.limits() else []
     best = None if inverted or options.always else made.plain
-    # Of offers that keep equally much, those of the first proposer are taken.
-    every = [store, *walked, *inverted, recompute, *rerun]
-    recovers = not options.always
-    best = search.choose(network, costs, every, best=best, thorough=False, recovers=recovers)
+    if _may_pay(made, walks, inverted):
+        must = [options.always and not never for never in walks.never]
+        store, recompute = _plain_proposers(network, costs, [not m for m in must])
+        walker = WalkProposer(walks, walks.bytes)
+        walked: list[Proposer] = [walker]
+        rerun: list[Proposer] = []
+        if options.checkpoint == "auto":
+            walked, rerun = [*walked, TileProposer(walks)], [RerunProposer(walks)]
+        # Of offers that keep equally much, those of the first proposer are taken.
+        every = [store, *walked, *inverted, recompute, *rerun]
+        recovers = not options.always
+        best = search.choose(network, costs, every, best=best, thorough=False, recovers=recovers)
     if inverted:
+        store, recompute = _plain_proposers(network, costs)
         best = search.choose(network, costs, [store, *inverted, recompute], best=best)
     assert best is not None
     if options.checkpoint not in (None, "auto"):
         return search.realise(network, costs, cut_evenly(walker, best.chosen, options.checkpoint))
     return best
+
+
+def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
+    """Whether walks can keep less than all that other segments take.
+
+    Most networks that people train have no layer that can be walked, so that a walk keeps an anchor for
+    each. That is known from gains alone: what else walks keep takes a trace of every distinct block.
+    """
+    options = made.options
+    if options.always or options.checkpoint is not None:
+        return True
+    bound = WalkProposer(walks, walks.least_bytes())
+    store, recompute = _plain_proposers(made.network, made.costs)
+    proposers = [store, bound, *inverted, recompute]
+    return search.may_choose(made.network, proposers, bound, below=made.plain.peak)
 
 
 def heed_weights(network: Network, executors: Iterable[Executor], values: dict[Any, Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -124,17 +125,18 @@ class RecomputeProposer(Proposer):
         self.stretches = Stretches(self.plain.recomputed, self.plain.live, limit)
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
-        del best
-        return self.stretches.offers(stop)
+        return self.stretches.ending_at(stop, best)
 
     def realise(self, offer: Offer) -> Realised:
         return self.plain.realise(offer)
 
 
 class Stretches:
-    """Where stretches may begin that end at a node and take no more than a limit.
+    """The stretch to run again that ends at a node, takes no more than a limit, and keeps least.
 
-    `sizes`: what each node takes; infinite where it may not be part of one.
+    `sizes`: what each node takes; infinite where it may not be part of one. The starts within the limit
+    are a window that moves over the nodes. Of those only the ones are held that keep less than all after
+    them, so that every start enters and leaves once.
     """
 
     def __init__(self, sizes: Sequence[float], live: Sequence[int], limit: int):
@@ -150,14 +152,22 @@ class Stretches:
         }
         # Where no stretch may reach further back, one has to begin.
         self.narrow |= {i + 1 for i, size in enumerate(sizes) if math.isinf(size)}
-        self.window: list[int] = [0]
+        self.window: deque[tuple[float, int]] = deque()  # (bytes kept, start), both growing
 
-    def offers(self, stop: int) -> list[Offer]:
+    def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         """Asked for every node in turn."""
-        size = self.prefix[stop]
-        while self.window and size - self.prefix[self.window[0]] > self.limit:
-            self.window.pop(0)
-        found = [Offer(s, stop, self.live[s] if s else 0, size - self.prefix[s]) for s in self.window]
-        if stop in self.narrow:
-            self.window.append(stop)
-        return found
+        window, prefix = self.window, self.prefix
+        if stop - 1 in self.narrow:
+            kept = best[stop - 1] + self._start_bytes(stop - 1)
+            while window and window[-1][0] > kept:
+                window.pop()
+            window.append((kept, stop - 1))
+        while window and prefix[stop] - prefix[window[0][1]] > self.limit:
+            window.popleft()
+        if window:
+            start = window[0][1]
+            yield Offer(start, stop, self._start_bytes(start), prefix[stop] - prefix[start])
+
+    def _start_bytes(self, start: int) -> int:
+        """The state that a stretch starts from; of the first one, that is an argument."""
+        return self.live[start] if start else 0

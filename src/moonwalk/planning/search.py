@@ -53,13 +53,15 @@ def choose(
     """
     least: float = math.inf
     seen: list[Chosen] = []
-    for limit in sorted(set().union(*(p.limits() for p in proposers))):
+    for limit in _limits(proposers):
         found = _least(len(network.nodes), proposers, limit)
         if found is None or found[1] in seen:
             continue
         estimate, chosen = found
         seen.append(chosen)
-        if not thorough and estimate >= least:
+        # What is kept is there at once, so that no peak is lower.
+        keeps_too_much = best is not None and sum(o.kept for _, o in chosen) >= best.peak
+        if keeps_too_much or (not thorough and estimate >= least):
             continue
         choice = realise(network, costs, chosen)
         least = min(least, choice.kept + choice.transient)
@@ -68,6 +70,21 @@ def choose(
         if best is None or choice.peak < best.peak:
             best = choice
     return best
+
+
+def may_choose(network: Network, proposers: Sequence[Proposer], wanted: Proposer, below: int) -> bool:
+    """Whether offers of `wanted` are part of a choice that keeps less than some bytes."""
+    for limit in _limits(proposers):
+        found = _least(len(network.nodes), proposers, limit)
+        if found is None or not any(proposer is wanted for proposer, _ in found[1]):
+            continue
+        if sum(offer.kept for _, offer in found[1]) < below:
+            return True
+    return False
+
+
+def _limits(proposers: Sequence[Proposer]) -> list[int]:
+    return sorted(set().union(*(p.limits() for p in proposers)))
 
 
 def _least(

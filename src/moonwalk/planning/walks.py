@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from ..segments.base import Offer, Proposer, Realised
 from ..segments.loop import TiledWalkExecutor, tile_bytes, tiled_walk
 from ..segments.scan_step import ScanStep
 from ..segments.walk import Step, WalkExecutor
-from .cotangents import GainTable, Growth, Options, evenly, period_for, plan_walk
+from .cotangents import GainTable, Growth, Options, evenly, least_bytes, period_for, plan_walk
 from .plain import Stretches
 
 
@@ -24,14 +25,11 @@ class Walks:
     options: Options
     gains: GainTable
     live: Sequence[int]  # bytes of the states alive before each node
-    steps: Sequence[Step]  # of a walk over the whole network
 
-    @classmethod
-    def over(cls, network: Network, options: Options, gains: GainTable, live: Sequence[int]) -> Walks:
-        if not network.nodes:
-            return cls(network, options, gains, live, [])
-        walk = _planned(network, options, gains, 0, len(network.nodes))
-        return cls(network, options, gains, live, walk.steps)
+    @functools.cached_property
+    def steps(self) -> Sequence[Step]:
+        """Of a walk over the whole network."""
+        return self.plan(0, len(self.network.nodes)).steps if self.network.nodes else []
 
     @property
     def never(self) -> list[bool]:
@@ -41,7 +39,7 @@ class Walks:
         """
         return [(s.node.calls_once or s.node.is_scan) and not s.is_loop for s in self.steps]
 
-    @property
+    @functools.cached_property
     def bytes(self) -> list[float]:
         """What a walk keeps of each node."""
         pairs = zip(self.steps, self.never, strict=True)
@@ -52,26 +50,29 @@ class Walks:
         step = self.steps[i]
         return step if isinstance(step, ScanStep) and step.source != "none" else None
 
+    @property
+    def _envs(self) -> list[Any] | None:
+        return None if self.gains.values is None else [self.gains.values]
+
     def plan(self, start: int, stop: int) -> WalkExecutor:
-        return _planned(self.network, self.options, self.gains, start, stop)
+        about = {"book": self.gains, "envs": self._envs}
+        return plan_walk(self.network, start, stop, self.options, **about)[0]
+
+    def least_bytes(self) -> list[int]:
+        """Less than `bytes`, and found sooner: what the anchors of a walk keep."""
+        return least_bytes(self.network, self.options, self.gains, self._envs)
 
     def start_bytes(self, start: int) -> int:
         """The state that a walk starts from; of the first one, that is an argument."""
         return self.live[start] if start else 0
 
 
-def _planned(
-    network: Network, options: Options, gains: GainTable, start: int, stop: int
-) -> WalkExecutor:
-    envs = None if gains.values is None else [gains.values]
-    return plan_walk(network, start, stop, options, book=gains, envs=envs)[0]
-
-
 class WalkProposer(Proposer):
     """Walks that keep what Phase I and Phase II keep."""
 
-    def __init__(self, walks: Walks):
-        self.walks, self.bytes = walks, walks.bytes
+    def __init__(self, walks: Walks, bytes: Sequence[float]):
+        """`bytes`: what a walk keeps of each node, or a lower bound of that."""
+        self.walks, self.bytes = walks, bytes
 
     def limits(self) -> set[int]:
         return set()
@@ -119,8 +120,7 @@ class RerunProposer(Proposer):
         self.stretches = Stretches(self.sizes, self.walks.live, limit)
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
-        del best
-        return self.stretches.offers(stop)
+        return self.stretches.ending_at(stop, best)
 
     def realise(self, offer: Offer) -> Realised:
         walk = self.walks.plan(offer.start, offer.stop)

@@ -61,11 +61,12 @@ def find_inverse(node: Node, network: Network, *, derived: bool) -> Rule | Verdi
         return Verdict(False, "it makes a state of weights or data alone, in the middle of others")
     if block.exports or not set(block.operands) <= network.fixed:
         return Verdict(False, "values from inside the network, other than its state, go in or out")
+    rules = [r for r in registry.rules_for(block) if derived or r.inverse_is_given]
+    if not (rules or derived):
+        return Verdict(None, "no inverse is known")
     if block.once(_is_half_inside):
         return Verdict(False, "half precision: rounding loses the state after a few layers")
-    for rule in registry.rules_for(block):
-        if not (derived or rule.inverse_is_given):
-            continue
+    for rule in rules:
         verdict = rule.inverts(block)
         if verdict:
             return rule

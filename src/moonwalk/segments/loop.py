@@ -30,7 +30,7 @@ from .codec import in_plans
 from .costs import NodeCost
 from .layers import LayerGradients
 from .scan_step import ScanStep
-from .store import StoreExecutor
+from .store import StoreExecutor, as_planned
 from .walk import Walk, WalkExecutor, replace_all
 
 
@@ -39,15 +39,19 @@ from .walk import Walk, WalkExecutor, replace_all
 class Loop(Segment):
     """One scan, in tiles of `tile[0]` layers, those in tiles of `tile[1]`, and so on.
 
-    `walk`: how a tile's layers are walked; None: JAX differentiates them.
+    `walk`: how a tile's layers are walked; None: JAX differentiates them. `packs` and `again`: as in
+    `Store`.
     """
 
     tile: tuple[int, ...] = ()
     walk: Walk | None = None
+    packs: bool | None = None
+    again: tuple[int, ...] | None = None
 
     def bind(self, network: Network) -> TiledExecutor | TiledWalkExecutor:
         if self.walk is None:
-            return TiledExecutor(network, self.start, self.stop, self.tile)
+            bound = TiledExecutor(network, self.start, self.stop, self.tile)
+            return as_planned(bound, packs=self.packs, again=self.again)
         return tiled_walk(self.walk.bind(network), *self.tile)
 
 
@@ -56,7 +60,7 @@ class TiledExecutor(StoreExecutor):
 
     @property
     def data(self) -> Segment:
-        return Loop(self.start, self.stop, self.tile)
+        return Loop(self.start, self.stop, self.tile, packs=self.packs, again=self.again)
 
     def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
         del cost, first

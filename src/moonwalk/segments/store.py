@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -41,24 +41,46 @@ from .costs import NodeCost, full_residual, in_periods
 @in_plans
 @dataclass(frozen=True)
 class Store(Segment):
-    """What JAX's pullback needs is kept."""
+    """What JAX's pullback needs is kept.
+
+    `packs`: Booleans are packed to bits. `again`: of the nodes, counted from `start`, those of which the
+    state is kept, because it is less than what their pullback needs. Where they are None, both are found
+    out by tracing the nodes.
+    """
+
+    packs: bool | None = None
+    again: tuple[int, ...] | None = None
 
     def bind(self, network: Network) -> StoreExecutor:
-        return StoreExecutor(network, self.start, self.stop)
+        bound = StoreExecutor(network, self.start, self.stop)
+        return as_planned(bound, again=self.again, packs=self.packs)
 
 
 @in_plans
 @dataclass(frozen=True)
 class Recompute(Segment):
     """The state at the start is kept. The nodes run again, by `parts` where there are any: each of them
-    then keeps what it keeps itself."""
+    then keeps what it keeps itself. `again`: as in `Store`."""
 
     parts: tuple[Segment, ...] = ()
+    again: tuple[int, ...] | None = None
 
     def bind(self, network: Network) -> RecomputeExecutor | NestedExecutor:
-        if not self.parts:
-            return RecomputeExecutor(network, self.start, self.stop)
-        return NestedExecutor([part.bind(network) for part in self.parts])
+        if self.parts:
+            return NestedExecutor([part.bind(network) for part in self.parts])
+        bound = RecomputeExecutor(network, self.start, self.stop)
+        return as_planned(bound, again=self.again)
+
+
+PlainBound = TypeVar("PlainBound", bound="PlainStretch")
+
+
+def as_planned(bound: PlainBound, **planned: Any) -> PlainBound:
+    """With what a plan says, so that it need not be found out by tracing the nodes."""
+    for name, value in planned.items():
+        if value is not None:
+            setattr(bound, name, value)  # in place of a cached property
+    return bound
 
 
 class Stretch(Executor):
@@ -145,9 +167,19 @@ class PlainStretch(Stretch):
         """`tile`: of one scan, run as a scan of checkpointed scans of so many layers (of so many, …)."""
         super().__init__(network, start, stop)
         self.tile = tile
-        self.residuals = [
-            None if n.is_aside or n.is_fork else full_residual(n, network, tile) for n in self.nodes
+
+    @functools.cached_property
+    def residuals(self) -> list[Residual | None]:
+        """What JAX keeps of each node."""
+        return [
+            None if n.is_aside or n.is_fork else full_residual(n, self.network, self.tile)
+            for n in self.nodes
         ]
+
+    @functools.cached_property
+    def again(self) -> tuple[int, ...]:
+        """Of a light node the state may be less than its residuals: it is linearised again from it."""
+        return tuple(i for i, r in enumerate(self.residuals) if r is not None and r.from_state)
 
     @functools.cached_property
     def kept_by_node(self) -> list[int]:
@@ -174,7 +206,7 @@ class PlainStretch(Stretch):
         """What JAX's pullback keeps."""
         return sum(self.kept_by_node)
 
-    @property
+    @functools.cached_property
     def packs(self) -> bool:
         """Whether Booleans are packed to bits."""
         return False
@@ -240,7 +272,7 @@ class StoreExecutor(PlainStretch):
 
     @property
     def data(self) -> Segment:
-        return Store(self.start, self.stop)
+        return Store(self.start, self.stop, self.packs, self.again)
 
     @functools.cached_property
     def packs(self) -> bool:
@@ -296,7 +328,7 @@ class RecomputeExecutor(PlainStretch):
 
     @property
     def data(self) -> Segment:
-        return Recompute(self.start, self.stop)
+        return Recompute(self.start, self.stop, again=self.again)
 
     @property
     def transient_bytes(self) -> int:
@@ -383,9 +415,7 @@ class Piece:
         self.exports = [
             v for v in made if v not in arriving and (after.get(v, -1) >= stop or v in results)
         ]
-        # Of a light node the state may be less than its residuals: it is linearised again from it.
-        residuals = [stretch.residuals[i] for i in places]
-        self.again = [r is not None and r.from_state for r in residuals]
+        self.again = [i in stretch.again for i in places]
 
     @functools.cached_property
     def equals(self) -> list[Piece]:

@@ -61,6 +61,8 @@ def flatten_calls(
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     opened = _jax.CALLS | set(_jax.CUSTOM_RULES) if derivative else _jax.CALLS
+    if not any(e.primitive in opened for e in jaxpr.eqns) and _is_without_repeats(jaxpr):
+        return jaxpr, consts
     flat = jax.make_jaxpr(lambda *flat: evaluate(jaxpr, consts, flat, {}, opened))(*avals)
     return _jax.open_jaxpr(flat)
 
@@ -96,6 +98,13 @@ def evaluate(
                 done[key] = (inputs, outputs)  # the inputs too: an id is unique while they live
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _is_without_repeats(jaxpr: Any) -> bool:
+    """Whether no two equations are the same, so that `evaluate` would do each of them."""
+    keys = [_key(eqn, eqn.invars) for eqn in jaxpr.eqns]
+    known = [key for key in keys if key is not None]
+    return len(set(known)) == len(known)
 
 
 def _key(eqn: _jax.JaxprEqn, inputs: Sequence[Any]) -> Any:
