@@ -87,8 +87,16 @@ def sketch(h: Array) -> Array:
     if not h.ndim:
         return h.astype(wide)[None]
     shape, axes = _buckets(h.shape, _jax.shards(jax.typeof(h)))
-    signed = jnp.where(_signs(h), h.astype(wide), -h.astype(wide))
-    return jnp.sum(signed.reshape(shape) if shape != h.shape else signed, axes)
+    signs, h = _signs(h), h.astype(wide)
+    if shape != h.shape:
+        signs, h = signs.reshape(shape), h.reshape(shape)
+    # Positive and negative summands in one pass. A sum of signed entries XLA hands to a library on a
+    # CPU, and makes an array of them for it, as large as the cotangent.
+    zero = jnp.zeros((), wide)
+    halves = jnp.where(signs, h, zero), jnp.where(signs, zero, h)
+    both = lambda a, b: (a[0] + b[0], a[1] + b[1])
+    added, taken = lax.reduce(halves, (zero, zero), both, axes)
+    return added - taken
 
 
 def _buckets(shape: Sequence[int], shards: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

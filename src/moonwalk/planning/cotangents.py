@@ -250,6 +250,7 @@ class _CotangentPlanner:
         self.scan_steps: dict[int, ScanStep | str] = {}
         self.gains = [self._gain(i) for i in range(len(nodes))]
         self.schemes: dict[int, tuple[FragmentRule, Gain]] = {}
+        self.scheme_bytes: dict[int, int] = {}
         for i in range(len(nodes)):
             self._find_fragment(i)
 
@@ -313,35 +314,34 @@ class _CotangentPlanner:
             self.network.memory[key] = self._best_fragment(i, ask)
         found = self.network.memory[key]
         if found is not None:
-            scheme, gain, measured = found
-            self.schemes[i] = scheme, gain
+            scheme, gain, measured, kept = found
+            self.schemes[i], self.scheme_bytes[i] = (scheme, gain), kept
             self.measured |= {i} if measured else set()
 
-    def _best_fragment(self, i: int, ask: Ask) -> tuple[FragmentRule, Gain, bool] | None:
-        """(the way, its gain, whether that was measured or is taken on trust)."""
+    def _best_fragment(self, i: int, ask: Ask) -> tuple[FragmentRule, Gain, bool, int] | None:
+        """(the way, its gain, whether that was measured or is taken on trust, all that it keeps)."""
         _, _, block = rule_through(self.nodes[i], self.network, self.through[i])
         operands = restricted(self.nodes[i].block, self.through[i]).operands
         whole = nbytes(*(v.aval for v in block.outputs))
-        unbounded: FragmentRule | None = None
+        unbounded: tuple[FragmentRule, int] | None = None
         for scheme in fragments.ways(block, ask):
             if scheme.reads_factors and not all(v in self.network.fixed for v in operands):
                 continue
             gain, measured = self._fragment_gain(i, scheme, block, operands)
             usable = gain is not None or (scheme.blind and math.isinf(self.options.limit))
-            if not usable or self._fragment_bytes(i, scheme) >= whole:
+            if not usable:
                 continue
+            step = BlockStep(self.nodes[i].served_by(scheme), self.network, "fragment", self.through[i])
+            step.looped = bool(self.place[0])
+            if step.fragment_bytes >= whole:
+                continue
+            kept = step.fragment_bytes + step.kept_bytes
             if gain is not None:
-                return scheme, gain, measured
-            unbounded = scheme
+                return scheme, gain, measured, kept
+            unbounded = scheme, kept
         if unbounded is not None:  # the most that could be kept
-            return unbounded, Gain.unknown(), False
+            return unbounded[0], Gain.unknown(), False, unbounded[1]
         return None
-
-    def _fragment_bytes(self, i: int, scheme: FragmentRule) -> int:
-        node = self.nodes[i].served_by(scheme)
-        step = BlockStep(node, self.network, "fragment", self.through[i])
-        step.looped = bool(self.place[0])
-        return step.fragment_bytes
 
     def _fragment_gain(
         self, i: int, scheme: FragmentRule, block: Any, operands: Sequence[Any]
@@ -544,7 +544,7 @@ class _CotangentPlanner:
 
     # -- the plan -----------------------------------------------------------------------------------
     def least_bytes(self) -> list[int]:
-        """Anchors and copies that the nodes keep, and what loops keep, which are planned by now."""
+        """Anchors, copies and fragments that the nodes keep, and what loops keep, planned by now."""
         result = []
         for i, node in enumerate(self.nodes):
             step = self.scan_steps.get(i)
@@ -554,6 +554,8 @@ class _CotangentPlanner:
                 result.append(step.kept_bytes + step.memo_bytes)
             elif node.is_fork:
                 result.append(len(self.kept_copies[i][0]) * nbytes(outputs[0].aval))
+            elif self.source[i] == "fragment":
+                result.append(self.scheme_bytes[i])
             else:
                 anchored = self.source[i] == "anchor" and not node.is_stem
                 result.append(nbytes(*(v.aval for v in outputs)) if anchored else 0)

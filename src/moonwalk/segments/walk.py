@@ -868,7 +868,8 @@ class WalkExecutor(Executor):
         An error lasts as long as it is walked on, so it is enough to look every few layers, and where a
         walk ends: before an anchor, a kept copy, or the last weight. A step with fewer numbers out than
         in forgets part of the error that arrives, so what arrives there is looked at. What is restored
-        from a fragment may forget its errors, and a difference may cancel: there, every step is.
+        from a fragment may forget its errors: there, every step is. Where a difference may cancel, every
+        layer is; a light step behind it hands the error on.
         """
         last = self._last_walked | self._forgotten
         spacing = check_spacing(sum(s.node.is_heavy and s.is_walked for s in self.steps[: self.end]))
@@ -877,7 +878,9 @@ class WalkExecutor(Executor):
             walked = i < self.end and step.is_walked and not step.node.is_scan
             passed += walked and step.node.is_heavy
             regular = not self.is_body and step.node.is_heavy and passed % spacing == 0
-            often = step.source == "fragment" or self.has_difference
+            often = step.source == "fragment" or (
+                self.has_difference and bool(step.node.is_heavy or step.node.weights)
+            )
             result.append(walked and (often or i in last or regular))
         return result
 
@@ -1230,14 +1233,18 @@ class WalkExecutor(Executor):
         `whole`: to the last node, even if no weight is left (the body of a scan).
         """
         errors: list[Measured] = []
+        compared: list[Any] = []  # of these, comparisons with sketches
+        waiting: list[int] = []  # those that no barrier has passed: put off, they would keep a cotangent
         end = len(self.steps) if whole else self.end
         heavy = [s.node.is_heavy and not s.node.is_scan for s in self.steps[:end]]
+        places: dict[int, certificate.Place] = {}  # of comparisons, by their number among all errors
         for i, step in enumerate(self.steps[:end]):
             outputs, scale = step.block.outputs, scales[i]
-            own: list[Any] = []
             if heavy[i] and i and not heavy[i - 1]:
                 inputs = step.block.inputs
-                barrier((x, [v for v in inputs if v in x]), (h, [v for v in inputs if v in h]))
+                state = (x, [v for v in inputs if v in x]), (h, [v for v in inputs if v in h])
+                barrier(*state, (compared, waiting))
+                waiting = []
             with jax.named_scope(_name(step)):
                 held = step.keep_late(fixed, x) if kept is None else kept[i]
                 errors += step.sweep(fixed, held, memos[i], factors[i], x, h, scale, out)
@@ -1246,21 +1253,25 @@ class WalkExecutor(Executor):
                         h.move(v, exponent)
                 for v, exponent, sketch in zip(outputs, scale.before, sketches[i], strict=False):
                     truth = shifted(sketch, difference(scale.at, exponent))
-                    own.append(certificate.compare(certificate.sketch(h[v]), truth))
+                    places[len(errors) + len(places)] = self._place(i)
+                    waiting.append(len(compared))
+                    compared.append(certificate.compare(certificate.sketch(h[v]), truth))
             out.close(step.node.weights)
             self._drop(x, i, self.network.results)
             if heavy[i]:
-                # A comparison that is put off would keep the cotangent till then. Where light steps
-                # follow, the cotangent may pass them before the state is computed, and its own buffer is
-                # free by then: the barrier in front of the next heavy step is early enough for it.
+                # Where light steps follow, the cotangent may pass them before the state is computed, and
+                # its own buffer is free by then: the barrier in front of the next heavy step is early
+                # enough for it.
                 waits = i + 1 == end or heavy[i + 1]
                 barrier(
                     (x, [v for v in outputs if v in x]),
                     (h, [v for v in outputs if v in h and waits]),
-                    (own, range(len(own))),
+                    (compared, waiting),
                     *out.parts(step.node.weights),
                 )
-            errors += [Measured(error, self._place(i)) for error in own]
+                waiting = []
+        for (number, place), error in zip(places.items(), compared, strict=True):
+            errors.insert(number, Measured(error, place))
         for step in self.steps[end:]:
             out.close(step.node.weights)
         return errors
