@@ -29,14 +29,16 @@ def planned(loss, method, *args, kinds=("walk",), gains=(), values=None, **optio
         flat = (*call.leaves, *call.others, *staged.staged.consts)
         values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
     made = policy.draft(network, method, gains=gains, values=values)
-    envs = None if made.book.values is None else [made.book.values]
+    envs = None if made.table.values is None else [made.table.values]
     ends = [len(network.nodes) * i // len(kinds) for i in range(len(kinds) + 1)]
     pieces = []
     for kind, (start, stop) in zip(kinds, itertools.pairwise(ends), strict=True):
         if start == stop:
             continue
         if kind in ("walk", "rewalk"):
-            walk, _ = cotangents.plan_walk(network, start, stop, made.options, book=made.book, envs=envs)
+            walk, _ = cotangents.plan_walk(
+                network, start, stop, made.options, table=made.table, envs=envs
+            )
             walk.recomputed = kind == "rewalk"
             pieces.append(walk)
         else:
@@ -45,7 +47,7 @@ def planned(loss, method, *args, kinds=("walk",), gains=(), values=None, **optio
             )
     plan = made.describe(Choice(pieces, 0, 0), method, call.signature())
     plan = report.with_rows(plan, network, pieces, fused=False)
-    return plan, pieces, tuple(made.book.recorded.items())
+    return plan, pieces, tuple(made.table.recorded.items())
 
 
 def whole_walk(loss, method, *args, **options):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROWS, WIDTH = 24, 4  # more rows than `trunk.small` takes for numbers
+ROWS, WIDTH = 24, 4  # more rows than `cutting.small` takes for numbers
 ACTIVATIONS = [
     getattr(jax.nn, name)
     for name in (

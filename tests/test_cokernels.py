@@ -45,14 +45,14 @@ def ways(fun, *args):
     return [
         (block, scheme, [env[v] for v in block.operands])
         for block in blocks
-        for scheme in fragments.ways(block, fragments.Ask())
+        for scheme in fragments.candidates(block, fragments.Ask())
     ]
 
 
 def check(fun, *args, share):
     """Phase II's and Phase III's half of a fragment give h' back; so much of it is kept."""
     ((block, scheme, operands),) = ways(fun, *args)
-    assert scheme == next(fragments.ways(block, fragments.Ask()))  # by value
+    assert scheme == next(fragments.candidates(block, fragments.Ask()))  # by value
     x = tuple(normal(*v.aval.shape, seed=2) for v in block.inputs)
     h_out = tuple(normal(*v.aval.shape, seed=3) for v in block.outputs)
 

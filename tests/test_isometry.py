@@ -63,7 +63,7 @@ def test_inside_windows_are_orthonormal_and_orthogonal_to_the_edges(name):
     w, x = paraunitary(shape[-1], *taps), normal(*shape, seed=1)
     fun = lambda x, w: conv(x, w, padding, strides)
     ((block,), env) = blocks_of(fun, x, w)
-    scheme = next(fragments.ways(block, fragments.Ask()))
+    scheme = next(fragments.candidates(block, fragments.Ask()))
     assert scheme.name == "edges" and scheme.gain(block).factor == 1
     operands = [env[v] for v in block.operands]
     h_out = (normal(*block.outputs[0].aval.shape, seed=3),)
@@ -98,7 +98,7 @@ def test_strided_windows():
     w = jnp.concatenate([orthogonal(8, 4).reshape(2, 4, 4), jnp.zeros((1, 4, 4))])
     x = normal(2, 9, 4, seed=1)
     ((block,), _) = blocks_of(lambda x, w: conv(x, w, [(1, 1)], (2,)), x, w)
-    scheme = next(fragments.ways(block, fragments.Ask()))
+    scheme = next(fragments.candidates(block, fragments.Ask()))
     assert scheme.describe(block).endswith("at the edges, 1 + 1 of 5")
 
 

@@ -12,7 +12,7 @@ from weights import normal
 
 import moonwalk as mw
 from moonwalk.errors import SingularError
-from moonwalk.rules.fragments import Ask, Fragment, ways
+from moonwalk.rules.fragments import Ask, Fragment
 from moonwalk.rules.registry import Gain
 from moonwalk.rules.separators import Separators
 from moonwalk.rules.spans import Spans
@@ -134,7 +134,7 @@ def test_half_of_what_spans_keep(k):
     def size(rule):
         return sum(a.size for a in jax.tree.leaves(rule.fragment(block, None, None, (truth,), (0,))))
 
-    spans = [s for s in ways(block, Ask()) if isinstance(s, Spans)]
+    spans = [s for s in candidates(block, Ask()) if isinstance(s, Spans)]
     assert len(spans) > 2
     for scheme in spans:
         assert 2 * size(Separators(scheme.span // (k // 2))) == size(Spans(scheme.lines, stagger=False))
@@ -157,13 +157,13 @@ W = dominant(3, 4, 0.1)
 )
 def test_refused(w, options):
     block = block_of(lambda x: conv(x, w, **options), normal(1, 64, 4))
-    assert not any(isinstance(s, Separators) for s in ways(block, Ask()))
+    assert not any(isinstance(s, Separators) for s in candidates(block, Ask()))
 
 
 def test_spans_that_were_asked_for_are_taken():
     block = block_of(lambda x: conv(x, W), normal(1, 64, 4))
-    assert [type(s) for s in ways(block, Ask(Fragment(8)))] == [Spans]
-    kinds = [type(s) for s in ways(block, Ask())]
+    assert [type(s) for s in candidates(block, Ask(Fragment(8)))] == [Spans]
+    kinds = [type(s) for s in candidates(block, Ask())]
     assert kinds.index(Spans) == kinds.count(Separators) - 2 > 0  # the short ones come after spans
 
 
@@ -209,7 +209,7 @@ def test_they_are_taken_only_where_anchors_would_cost_less_than_spans():
 def test_general_kernels_do_not_choose_them():
     he = normal(3, 8, 8) * math.sqrt(2 / 24)
     block = block_of(lambda x: conv(x, he), normal(1, 64, 8))
-    found = [s for s in ways(block, Ask()) if isinstance(s, Separators)]
+    found = [s for s in candidates(block, Ask()) if isinstance(s, Separators)]
     assert len(found) == 6
     assert {s.gain(block, [he]) for s in found} == {Gain.unknown()}
 

@@ -66,7 +66,7 @@ def block_of(fun, x, w):
 def round_trip(fun, x, w, requested, place=(0, 0, 0)):
     """Relative error of restore(fragment(h'), h), and the share of h' that was kept."""
     block = block_of(fun, x, w)
-    (rule,) = fragments.ways(block, Ask(requested))
+    (rule,) = fragments.candidates(block, Ask(requested))
 
     traced = not isinstance(place[0], int)
 
@@ -536,8 +536,8 @@ def test_fragments_asked_for_are_taken():
 
 def test_spans_are_no_longer_than_their_axes():
     block = block_of(lambda x, w: conv(x, w, (1, 1)), normal(1, 8, 8, 4), kernel(3, 4, dims=2))
-    assert [way.span for way in fragments.ways(block, Ask()) if way.name == "spans"] == [4]
-    (way,) = fragments.ways(block, Ask(mw.Fragment(32)))
+    assert [way.span for way in fragments.candidates(block, Ask()) if way.name == "spans"] == [4]
+    (way,) = fragments.candidates(block, Ask(mw.Fragment(32)))
     assert way.span == 8
 
 

@@ -141,7 +141,7 @@ def blocks(fun, x):
 def normalisations(fun, x):
     """The blocks that keep a fragment, with it."""
     for block, state, operands in blocks(fun, x):
-        for rule in fragments.ways(block, fragments.Ask()):
+        for rule in fragments.candidates(block, fragments.Ask()):
             yield rule, block, state, operands
 
 

@@ -27,7 +27,7 @@ class NotSubmersiveError(MoonwalkError, TypeError):
 
 
 class NotInvertibleError(MoonwalkError, TypeError):
-    """A block whose input cannot be had again from its output, met by `Reversible`."""
+    """A block whose input cannot be reconstructed from its output, met by `Reversible`."""
 
 
 class SingularError(MoonwalkError, ArithmeticError):

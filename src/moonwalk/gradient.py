@@ -404,7 +404,7 @@ class Call:
             described = self._planned(network, settings, signature, values, fused, anew, gains)
             described = replace(described, numbers=numbers)
         executors = described.bind(network)
-        moonwalk_policy.heed_weights(network, executors, values)
+        moonwalk_policy.enforce_weight_alarms(network, executors, values)
 
         def complete() -> Plan:
             return (
@@ -414,7 +414,7 @@ class Call:
             )
 
         report.warn_of_deleted_barriers(described, lambda: complete().rows)
-        # A report traces more than a run needs, so it is made only for whoever reads it.
+        # A report traces more than a run needs, so it is made only where it is read.
         advised = given is None and not fused and isinstance(settings, Moonwalk | PureForward)
         reads = anew or (advised and described.saves_little)
         return Engine(staged, network, executors), complete() if reads else described, staged
@@ -507,7 +507,7 @@ class Call:
             _advise(self.fun, described)
         out, gradients, found = made(*leaves, *self.others, *staged.staged.consts)
         settings = method.method if isinstance(method, Plan) else method
-        gradients = heed(gradients, found, made.places, settings)
+        gradients = enforce(gradients, found, made.places, settings)
         certificate = summary(found, made.places)
         return *self.results(out), self._as_arguments(gradients), certificate
 
@@ -601,7 +601,7 @@ def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
 def _advise(fun: Any, described: Plan) -> None:
     """Say once per function that little is saved."""
     try:
-        # The code, not the function: a lambda that is written in a loop is made anew on every turn.
+        # The code, not the function: a lambda that is written in a loop is a new one on every turn.
         advised = _advised.setdefault(getattr(fun, "__code__", fun), set())
     except TypeError:  # no hash, or cannot be referred to weakly
         return
@@ -613,7 +613,9 @@ def _advise(fun: Any, described: Plan) -> None:
         warnings.warn(text, PlanWarning, stacklevel=_jax.levels_to_user())
 
 
-def heed(gradients: list[Any], found: Findings, places: Sequence[Place], method: Planned) -> list[Any]:
+def enforce(
+    gradients: list[Any], found: Findings, places: Sequence[Place], method: Planned
+) -> list[Any]:
     """Act where a certificate exceeds what its place allows.
 
     Where the reverse pass itself is not finite, neither is backpropagation's, and the gradient is NaN.

@@ -9,8 +9,8 @@ How a segment does that is its own affair: by JAX's pullback, by a walk down and
 
 The run is a `custom_jvp` function: a derivative of the engine itself would be wrong, because a vijp
 equals the Jacobian's inverse only for the cotangents that the loss makes (for an isometry it is the
-jvp, which off the manifold is another function). Whoever differentiates a gradient gets the derivative
-of `jax.value_and_grad`.
+jvp, which off the manifold is another function). A derivative of a gradient is that of
+`jax.value_and_grad`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Engine:
         fixed, x, leaves = self.environments(flat)
         out = GradientSink()
         with jax.named_scope("moonwalk"):
-            self.run_sides(fixed)
+            self.run_prologues(fixed)
             values, h, errors = self.phases(fixed, x, out)
-            with jax.named_scope("sides"):
+            with jax.named_scope("prologues"):
                 pulled = self.weight_prologue.pull(fixed, out.found)
         gradients = dict(zip(self.staging.weights, pulled, strict=True))
         gradients.update((v, h[v].astype(v.aval.dtype)) for v in self.staging.inputs if v in h)
@@ -84,9 +84,9 @@ class Engine:
         leaves = dict(zip(self.staging.order, flat, strict=False))
         return fixed, {v: fixed.pop(v) for v in self.staging.inputs}, leaves
 
-    def run_sides(self, fixed: Env, *, effects: bool = True) -> None:
-        """Data side and weight side, into `fixed`. `effects`: print and call back, too."""
-        with jax.named_scope("sides"):
+    def run_prologues(self, fixed: Env, *, effects: bool = True) -> None:
+        """Data prologue and weight prologue, into `fixed`. `effects`: print and call back, too."""
+        with jax.named_scope("prologues"):
             self.data_prologue.run(fixed, effects=effects)
             self.weight_prologue.run(fixed, effects=effects)
 

@@ -90,8 +90,8 @@ def _step(
     out, new, found = update(leaves, (*call.others, *staged.staged.consts))
     settings = method.method if isinstance(method, Plan) else method
     own = [k for k in update.program.owned if jnp.issubdtype(new[k].dtype, jnp.inexact)]
-    heeded = gradient.heed([new[k] for k in own], found, engine.places, settings)
-    for k, a in zip(own, heeded, strict=True):
+    enforced = gradient.enforce([new[k] for k in own], found, engine.places, settings)
+    for k, a in zip(own, enforced, strict=True):
         new[k] = a
     new_params, new_state = new[: len(leaves)], new[len(leaves) :]
     state = jax.tree.unflatten(update.program.state_tree, new_state)
@@ -150,9 +150,9 @@ class Fused:
         engine = self.engine
         fixed, x, _ = engine.environments((*leaves, *rest))
         with jax.named_scope("moonwalk"):
-            engine.run_sides(fixed, effects=not norms)
-            ledger = Updating(self.fusing, self.program, env, fixed, norms=norms)
-            out, h, errors = engine.phases(fixed, x, ledger, again=norms)
+            engine.run_prologues(fixed, effects=not norms)
+            sink = Updating(self.fusing, self.program, env, fixed, norms=norms)
+            out, h, errors = engine.phases(fixed, x, sink, again=norms)
             for v in engine.staging.inputs:
-                ledger.give(v, h[v] if v in h else _jax.full(v.aval, 0.0))
-            return out, ledger.finish(), errors
+                sink.give(v, h[v] if v in h else _jax.full(v.aval, 0.0))
+            return out, sink.finish(), errors

@@ -109,7 +109,7 @@ class Program:
         leaf: dict[Any, frozenset[int]] = {}  # which leaves' own values a variable depends on
         for i in range(self.count):
             leaf[self.g[i]] = leaf[self.p[i]] = frozenset({i})
-        nobody: frozenset[int] = frozenset()
+        no_leaf: frozenset[int] = frozenset()
         arrays = {v for v in self.s if v.aval.size > 1}  # and what depends on an array of the state
         after: set[Any] = set()  # what depends on norms
         self.norms: dict[int, list[Any]] = {}
@@ -118,13 +118,13 @@ class Program:
         first, middle, free, common = [], [], [], []  # the last two: may move to the first two
         for e in eqns:
             reads = [v for v in e.invars if _is_var(v)]
-            on = frozenset().union(*(leaf.get(v, nobody) for v in reads)) if reads else nobody
+            on = frozenset().union(*(leaf.get(v, no_leaf) for v in reads)) if reads else no_leaf
             numbers = all(v.aval.size == 1 for v in (*reads, *e.outvars))
             waits = any(v in after for v in reads)
             if len(on) == 1 and on <= self.layered and _reduces_all(e):
                 self._wait_for(e.outvars[0], e, on, waits)
                 after.update(e.outvars)
-                on = nobody
+                on = no_leaf
             elif numbers and (len(on) > 1 or (waits and not any(v in after and leaf[v] for v in reads))):
                 for v in reads:
                     if leaf.get(v):
@@ -132,7 +132,7 @@ class Program:
                 middle.append(e)
                 common.append(e)
                 after.update(e.outvars)
-                on = nobody
+                on = no_leaf
             elif len(on) > 1:
                 self._refuse(e, on, "it combines whole gradients")
             else:
@@ -152,7 +152,7 @@ class Program:
         known = _made(self.first)
         self.eqns = [e for e in self.eqns if not known.issuperset(e.outvars)]
         self.middle = [e for e in needed(common, _made(middle)) if not known.issuperset(e.outvars)]
-        owners = [leaf.get(v, nobody) if _is_var(v) else nobody for v in self.outputs]
+        owners = [leaf.get(v, no_leaf) if _is_var(v) else no_leaf for v in self.outputs]
         self.leaf_of = [next(iter(on)) if on else None for on in owners]
         self.mine = {
             i: [k for k, owner in enumerate(self.leaf_of) if owner == i] for i in range(self.count)

@@ -1,10 +1,10 @@
-"""Algorithm 1's "apply g_i to θ_i": a ledger that updates a parameter as soon as its gradient is whole.
+"""Algorithm 1's "apply g_i to θ_i": a sink that updates a parameter as soon as its gradient is whole.
 
-A gradient is whole when every node that reads the parameter, or anything that the weight side makes of
-it, has closed; so tied weights wait for their last contribution. Then it is pulled through its part of
-the weight side, the optimizer's piece for that leaf runs, and the gradient is forgotten. The leaves of
-a scan's stacked layers are updated inside the scan: parameter and state travel in the loop's carry, a
-layer is read from there, and its new value is written in its place.
+A gradient is whole when every node that reads the parameter, or anything that the weight prologue makes
+of it, has closed; so tied weights wait for their last contribution. Then it is pulled through its part
+of the weight prologue, the optimizer's piece for that leaf runs, and the gradient is forgotten. The
+leaves of a scan's stacked layers are updated inside the scan: parameter and state travel in the loop's
+carry, a layer is read from there, and its new value is written in its place.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .optimizers import Program, is_entrywise, run_layer
 
 
 class Part(NamedTuple):
-    """Parameters that the weight side ties together, and the operands it makes of them."""
+    """Parameters that the weight prologue ties together, and the operands it makes of them."""
 
     parameters: tuple[Any, ...]
     operands: tuple[Any, ...]
     eqns: tuple[Any, ...]
 
 
-def parts_of(side: WeightPrologue) -> list[Part]:
-    """The weight side cut into independent parts."""
-    group: dict[Any, Any] = {v: v for v in side.parameters}
+def parts_of(prologue: WeightPrologue) -> list[Part]:
+    """The weight prologue cut into independent parts."""
+    group: dict[Any, Any] = {v: v for v in prologue.parameters}
 
     def find(v: Any) -> Any:
         while group[v] is not v:
             v = group[v]
         return v
 
-    for e in side.eqns:
+    for e in prologue.eqns:
         reads = [v for v in e.invars if not isinstance(v, Literal) and v in group]
         for v in e.outvars:
             group[v] = v
@@ -53,21 +53,21 @@ def parts_of(side: WeightPrologue) -> list[Part]:
                 group[find(v)] = find(reads[0])
     result = []
     for root in [v for v in group if group[v] is v]:
-        parameters = tuple(v for v in side.parameters if find(v) is root)
-        operands = tuple(v for v in side.wanted if v in group and find(v) is root)
+        parameters = tuple(v for v in prologue.parameters if find(v) is root)
+        operands = tuple(v for v in prologue.wanted if v in group and find(v) is root)
         if parameters:
-            result.append(Part(parameters, operands, tuple(needed(side.eqns, operands))))
+            result.append(Part(parameters, operands, tuple(needed(prologue.eqns, operands))))
     return result
 
 
 class Fusing:
-    """What is static about a fused update: parts of the weight side, and who updates inside a scan."""
+    """What is static about a fused update: parts of the weight prologue, and updates inside scans."""
 
     def __init__(
-        self, cut: Network, side: WeightPrologue, weights: Sequence[Any], segments: Sequence[Any]
+        self, cut: Network, prologue: WeightPrologue, weights: Sequence[Any], segments: Sequence[Any]
     ):
         self.weights = list(weights)
-        self.parts = parts_of(side)
+        self.parts = parts_of(prologue)
         self.part_of = {v: part for part in self.parts for v in (*part.parameters, *part.operands)}
         self.readers: dict[Any, int] = {}
         for node in cut.nodes:
@@ -78,7 +78,7 @@ class Fusing:
         """Stacked operands that are updated layer by layer, and their parts."""
 
     def _layered(self, scan: ScanStep) -> Iterable[tuple[Any, Part]]:
-        """A scan's stacked operands that are one parameter, entry by entry, which nobody else reads."""
+        """A scan's stacked operands that are one parameter, entry by entry, which nothing else reads."""
         if scan.layers.hoisted:
             return
         body, invars = scan.body, scan.layers.eqn.invars
@@ -132,7 +132,7 @@ class Updating(GradientSink):
         return [*super().parts(weights), (self.new, fresh)]
 
     def finish(self) -> dict[Any, Any]:
-        """Update what no node has closed (leaves that nobody reads); returns all that is new."""
+        """Update what no node has closed (leaves that nothing reads); returns all that is new."""
         for part in self.fusing.parts:
             if part not in self.done:
                 self._apply(part)
@@ -150,7 +150,7 @@ class Updating(GradientSink):
             gradients = [_or_zeros(g, values[v]) for v, g in zip(part.parameters, found, strict=True)]
         else:
 
-            def side(*parameters: Any) -> list[Any]:
+            def prologue(*parameters: Any) -> list[Any]:
                 env = {**self.fixed, **dict(zip(part.parameters, parameters, strict=True))}
                 for e in part.eqns:
                     for v in e.outvars:
@@ -158,7 +158,7 @@ class Updating(GradientSink):
                 graph.run(part.eqns, env)
                 return [env[v] for v in part.operands]
 
-            made, pullback = jax.vjp(side, *values.values())
+            made, pullback = jax.vjp(prologue, *values.values())
             whole = [_or_zeros(g, a) for g, a in zip(found, made, strict=True)]
             gradients = list(pullback(whole))
         for v, g in zip(part.parameters, gradients, strict=True):
@@ -178,17 +178,17 @@ class Updating(GradientSink):
 class UpdatedLayers(StackedSink):
     """Of a scan's stacked operands, those that can be are updated layer by layer."""
 
-    def __init__(self, ledger: Updating, stacked: Mapping[Any, Any]):
-        fused = {v: part for v, part in ledger.fusing.in_loop.items() if v in stacked}
+    def __init__(self, sink: Updating, stacked: Mapping[Any, Any]):
+        fused = {v: part for v, part in sink.fusing.in_loop.items() if v in stacked}
         super().__init__({v: a for v, a in stacked.items() if v not in fused})
-        self.ledger, self.program, self.fused = ledger, ledger.program, fused
-        self.leaves = {v: ledger.fusing.leaf(part) for v, part in fused.items()}
+        self.sink, self.program, self.fused = sink, sink.program, fused
+        self.leaves = {v: sink.fusing.leaf(part) for v, part in fused.items()}
 
     def start(self) -> Any:
-        env, program = self.ledger.env, self.program
+        env, program = self.sink.env, self.program
         own = []
         for i in self.leaves.values():
-            if self.ledger.norms:
+            if self.sink.norms:
                 own.append(program.no_norms(i) if i in program.norms else [])
             else:
                 own.append([env[program.stacked_input(k)] for k in program.carried(i)])
@@ -196,13 +196,13 @@ class UpdatedLayers(StackedSink):
 
     def _old(self, i: int, own: Sequence[Any], layer: Any) -> dict[int, Any]:
         """One layer of a leaf and of its state, as they are before their update."""
-        program, env = self.program, self.ledger.env
+        program, env = self.program, self.sink.env
         places = program.carried(i)
-        held = [env[program.stacked_input(k)] for k in places] if self.ledger.norms else own
+        held = [env[program.stacked_input(k)] for k in places] if self.sink.norms else own
         return dict(zip(places, take(list(held), layer), strict=True))
 
     def read(self, carried: Any, i: Any) -> dict[Any, Any]:
-        if self.ledger.norms:
+        if self.sink.norms:
             return {}
         result = {}
         for v, own in zip(self.leaves, carried[1], strict=True):
@@ -212,18 +212,18 @@ class UpdatedLayers(StackedSink):
         return result
 
     def _operand(self, v: Any, i: Any) -> Any:
-        """The weight side of layer i, as a function of the parameter."""
-        part, fixed = self.fused[v], self.ledger.fixed
+        """The weight prologue of layer i, as a function of the parameter."""
+        part, fixed = self.fused[v], self.sink.fixed
         (w,) = part.parameters
 
-        def side(parameter: Any) -> Any:
+        def prologue(parameter: Any) -> Any:
             return run_layer(part.eqns, fixed, {w: parameter}, v.aval.shape, i)[v]
 
-        return (lambda parameter: parameter) if w is v else side
+        return (lambda parameter: parameter) if w is v else prologue
 
     def write(self, carried: Any, i: Any, found: Mapping[Any, Any]) -> Any:
         plain, own = carried
-        program, env, new = self.program, self.ledger.env, []
+        program, env, new = self.program, self.sink.env, []
         for (v, leaf), held in zip(self.leaves.items(), own, strict=True):
             # Behind a barrier, as in `read`.
             old = self._old(leaf, held, i)
@@ -231,7 +231,7 @@ class UpdatedLayers(StackedSink):
             old = dict(zip(old, values, strict=True))
             if self.fused[v].parameters != (v,):
                 (g,) = jax.vjp(self._operand(v, i), old[leaf])[1](g)
-            if not self.ledger.norms:
+            if not self.sink.norms:
                 made = program.layer_update(env, leaf, i, g, old)
                 new.append([put(a, i, made[k]) for k, a in zip(old, held, strict=True)])
             elif leaf in program.norms:
@@ -244,11 +244,11 @@ class UpdatedLayers(StackedSink):
     def finish(self, carried: Any) -> Gradients:
         plain, own = carried
         for (v, leaf), held in zip(self.leaves.items(), own, strict=True):
-            self.ledger.done.add(self.fused[v])
+            self.sink.done.add(self.fused[v])
             names = self.program.carried(leaf)
-            if self.ledger.norms:
+            if self.sink.norms:
                 names = self.program.norms.get(leaf, [])
-            self.ledger.new.update(zip(names, held, strict=True))
+            self.sink.new.update(zip(names, held, strict=True))
         return super().finish(plain)
 
 

@@ -1,9 +1,9 @@
-"""A loss becomes a weight side, a data side and a trunk of nodes.
+"""A loss becomes a weight prologue, a data prologue and nodes.
 
-- The *weight side* depends on parameters only (constraints, stacking, casts). Its pullback turns the
-  gradients of the trunk's operands into gradients of the parameters, once, at the end.
-- The *data side* depends on no parameter.
-- The *trunk* depends on both. It is cut into *nodes*, each a block with one state in and one out.
+- The *weight prologue* depends on parameters only (constraints, stacking, casts). Its pullback turns the
+  gradients of the network's operands into gradients of the parameters, once, at the end.
+- The *data prologue* depends on no parameter.
+- The *network* depends on both. It is cut into *nodes*, each a block with one state in and one out.
 
 The partition of `graph` keeps all uses of a variable in one block, because the vijp of a whole function
 needs that. Here a block that no rule serves is opened: a variable that several nodes read is split by a
@@ -145,7 +145,7 @@ class Node:
 
     @cached_property
     def is_silent(self) -> bool:
-        """It prints or calls back, and nobody reads an answer."""
+        """It prints or calls back, and returns nothing."""
         return self.effects and not (self.block.outputs or self.block.exports)
 
     @cached_property
@@ -195,7 +195,9 @@ class Network:
     data_prologue: tuple[JaxprEqn, ...]
     state: tuple[Any, ...]
     outputs: tuple[Any, ...]  # of the nodes; one per wanted output, copies where a value is shared
-    fixed: frozenset[Any]  # variables that every phase can read: weights, data and their sides
+    fixed: frozenset[
+        Any
+    ]  # variables that every phase can read: weights, data, and what their prologues make
     weights: frozenset[Any]  # of these, the ones a derivative flows from
     on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
     results: frozenset[Any]  # what the jaxpr returns
@@ -237,7 +239,7 @@ def build(
     declarations: Mapping[Any, Declaration] | None = None,
     names: Mapping[Any, str] | None = None,
 ) -> Network:
-    """Sort a flat jaxpr's equations, cut its trunk and find the rules.
+    """Sort a flat jaxpr's equations, cut its network and find the rules.
 
     **Arguments:**
 
@@ -254,27 +256,29 @@ def build(
     apart = graph.values_apart(eqns, active)
     if len(apart) > len(eqns):
         eqns, active = apart, active_variables(apart, [*state, *weights], outputs)
-    sides = _Sides(jaxpr, eqns, state, weights, volatile, constants)
-    on_trunk = active & (sides.trunk_vars | set(state))
-    eqns_of_trunk, outputs, forks, on_trunk = _separate_outputs(sides.network, on_trunk, outputs)
+    prologues = _Prologues(jaxpr, eqns, state, weights, volatile, constants)
+    on_network = active & (prologues.network_vars | set(state))
+    eqns_of_network, outputs, forks, on_network = _separate_outputs(
+        prologues.network, on_network, outputs
+    )
     facts = {"declarations": declared, "names": propagate_names(eqns, names or {}), "constants": folded}
-    opener = _Opener(facts, sides, eqns, on_trunk)
-    pieces = opener.cut(eqns_of_trunk, outputs, forks, results=jaxpr.outvars)
+    opener = _Opener(facts, prologues, eqns, on_network)
+    pieces = opener.cut(eqns_of_network, outputs, forks, results=jaxpr.outvars)
     outputs = [pieces.restored.get(v, v) if _is_var(v) else v for v in outputs]
     opener.add_all(pieces)
     results = frozenset(v for v in (*jaxpr.outvars, *outputs) if _is_var(v))
-    weights_of_trunk = active - on_trunk
+    weights_of_network = active - on_network
     network = Network(
-        tuple(opener.nodes(weights_of_trunk)),
-        tuple(sides.weight),
-        tuple(sides.data),
+        tuple(opener.nodes(weights_of_network)),
+        tuple(prologues.weight),
+        tuple(prologues.data),
         tuple(state),
         tuple(outputs),
-        frozenset(sides.fixed),
-        frozenset(weights_of_trunk),
-        frozenset(sides.on_weights),
+        frozenset(prologues.fixed),
+        frozenset(weights_of_network),
+        frozenset(prologues.on_weights),
         results,
-        frozenset(sides.numbers),
+        frozenset(prologues.numbers),
     )
     return replace(network, nodes=_with_models(network))
 
@@ -298,7 +302,7 @@ def small(variables: Iterable[Any]) -> list[Any]:
     return [v for v in variables if v.aval.size <= 16]
 
 
-class _Sides:
+class _Prologues:
     """Which equations depend on what."""
 
     def __init__(
@@ -338,12 +342,12 @@ class _Sides:
                     on_data.update(eqn.outvars)
         self.on_weights = on_weights
         self.numbers = self.fixed - on_weights - on_data
-        self.trunk_vars = {v for e in self.network for v in e.outvars}
+        self.network_vars = {v for e in self.network for v in e.outvars}
 
     def absorbed(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """`eqns`, after the steps on the sides that only blow their operands up.
+        """`eqns`, after the steps of the prologues that only blow their operands up.
 
-        A bias, broadcast to a whole activation, is activation-sized on the weight side and so would
+        A bias, broadcast to a whole activation, is activation-sized on the weight prologue and so would
         be its gradient; broadcast inside the node, both stay the size of a bias. A scan stays alone: its
         layers are cut by themselves.
         """
@@ -454,7 +458,7 @@ class _Pieces(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether nothing was cut."""
-        return not self.forks and sum(any(map(self.cutter.on_trunk, g)) for g in self.groups) < 2
+        return not self.forks and sum(any(map(self.cutter.on_path, g)) for g in self.groups) < 2
 
 
 class _Opener:
@@ -467,11 +471,11 @@ class _Opener:
     def __init__(
         self,
         facts: dict[str, Any],
-        sides: _Sides,
+        prologues: _Prologues,
         order: Sequence[JaxprEqn],
         active: Iterable[Any],
     ):
-        self.facts, self.sides = facts, sides
+        self.facts, self.prologues = facts, prologues
         self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
         self.active = set(active)
         self.parts: list[tuple[Block, Service]] = []
@@ -518,10 +522,10 @@ class _Opener:
 
     def add(self, group: Sequence[JaxprEqn], cutter: Cutter) -> None:
         """One group of the partition."""
-        group = self.sides.absorbed(group)
+        group = self.prologues.absorbed(group)
         block = cutter.block(group)
-        # What was absorbed from the sides is on the sides, too, for whoever else reads it.
-        block = replace(block, exports=tuple(v for v in block.exports if v not in self.sides.fixed))
+        # What was absorbed stays in the prologue, too, for its other readers.
+        block = replace(block, exports=tuple(v for v in block.exports if v not in self.prologues.fixed))
         if not block.outputs:
             self.parts.append((block, Service(None, Verdict(None, "carries no derivative"))))
             return
@@ -551,8 +555,8 @@ class _Opener:
                 continue
             copies = [Copy(v) for _ in uses]
             copy_of = {id(e): copy for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
-            # What was absorbed from the sides is absorbed again, by each part that reads it.
-            own = [e for e in block.eqns if not self.sides.fixed.issuperset(e.outvars)]
+            # What was absorbed from the prologues is absorbed again, by each part that reads it.
+            own = [e for e in block.eqns if not self.prologues.fixed.issuperset(e.outvars)]
             eqns = [_reading(e, {v: copy_of.get(id(e), v)}) for e in own]
             pieces = self.cut(eqns, block.outputs, [(v, copies)], results=block.exports)
             if not pieces.is_whole:
@@ -657,13 +661,13 @@ class _Opener:
             block, service = self.parts[i]
             wanted = tuple(v for v in block.operands if v in weights)
             inside = any(_jax.in_checkpoint(e) for e in block.eqns)
-            stem = not block.inputs and all(v in self.sides.fixed for v in block.operands)
+            stem = not block.inputs and all(v in self.prologues.fixed for v in block.operands)
             result.append(Node(block, wanted, service, inside, stem and bool(block.outputs)))
             for j in readers[i]:
                 missing[j] -= 1
                 if not missing[j]:
                     heapq.heappush(ready, (place[j], j))
-        assert len(result) == len(self.parts), "the trunk's nodes form a cycle"
+        assert len(result) == len(self.parts), "the network's nodes form a cycle"
         return result
 
 

@@ -16,7 +16,7 @@ from .cutting import Network, Node
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Body:
-    """The body of a scan as a trunk of its own, and how its inputs are grouped."""
+    """The body of a scan as a network of its own, and how its inputs are grouped."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Body:
 
     @property
     def outputs(self) -> tuple[list[Any], list[Any]]:
-        """The trunk's outputs: (active carries, active ys)."""
+        """The network's outputs: (active carries, active ys)."""
         found = list(self.network.outputs)
         return found[: len(self.active)], found[len(self.active) :]
 

@@ -48,7 +48,7 @@ def stage(
 
 
 def cut(staging: Staging) -> Network:
-    """The loss as sides and network."""
+    """The loss as prologues and nodes."""
     staged = staging.staged
     return cutting.build(
         staged.jaxpr,

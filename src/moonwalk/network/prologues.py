@@ -1,4 +1,4 @@
-"""The two sides of a network: weights and data, evaluated for the phases."""
+"""The two prologues of a network: weights and data, evaluated for the phases."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .cutting import Network
 
 
 class WeightPrologue:
-    """From parameters to the operands of the trunk's nodes, and back."""
+    """From parameters to the operands of the network's nodes, and back."""
 
     def __init__(self, network: Network, parameters: Sequence[Any], also: Sequence[Any] = ()):
-        """`also`: further variables of the weight side that somebody reads (auxiliary outputs)."""
+        """`also`: further variables of the weight prologue that somebody reads (auxiliary outputs)."""
         self.parameters = tuple(parameters)
         made = {v for e in network.weight_prologue for v in e.outvars}
         # An output that depends on weights alone is an operand of nothing, but its gradient is wanted.

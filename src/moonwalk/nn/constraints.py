@@ -1,7 +1,7 @@
 """Unconstrained arrays to weights with a structure: plain functions, for layers of any library.
 
 Each takes a *raw* array, which an optimizer may move anywhere, to a weight of the structure that it
-declares (`moonwalk.declare`). They run on the weight side of a trace: once per
+declares (`moonwalk.declare`). They run on the weight prologue of a trace: once per
 step, whatever the batch is.
 
 Diagonals that must stay away from zero are exp(log 2 · tanh(raw)): between 1/2 and 2, and 1 at raw = 0.

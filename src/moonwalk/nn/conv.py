@@ -39,7 +39,7 @@ def pivot_taps(
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """The tap of a kernel that a declared structure speaks of, for an input of a given size.
+    """The tap of a kernel that a declared structure refers to, for an input of a given size.
 
     **Arguments:** one entry per spatial axis each; `padding` in pairs.
 

@@ -521,7 +521,7 @@ class CustomFragment(FragmentRule):
 
 
 def _misused(block: Block) -> Verdict | None:
-    """Why an author's functions do not speak of this call."""
+    """Why an author's functions are not for this call."""
     eqn = block.eqn
     if any(v in block.inputs for v in eqn.invars[eqn.params["state"] :]):
         return Verdict(

@@ -14,7 +14,7 @@ from .. import _jax, settings
 from .._jax import Literal
 from ..errors import NotSubmersiveError, SingularError
 from ..rules import chain
-from ..rules.alarms import heed
+from ..rules.alarms import enforce
 from ..rules.chain import Chain, Tape
 from ..rules.registry import Alarm, Rule
 from ..trace import activity, graph
@@ -127,7 +127,7 @@ class _Vijp:
         leaving = self.composed.vijp(tape, leaves)
         if self.check is not False:
             alarms = [*self.composed.alarms(tape), _not_finite(leaves, leaving)]
-            leaving = heed(leaving, alarms, self.check)
+            leaving = enforce(leaving, alarms, self.check)
         found = dict(zip(self.composed.outputs, leaving, strict=True))
         return jax.tree.unflatten(
             self.out_tree,

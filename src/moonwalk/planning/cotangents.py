@@ -100,7 +100,7 @@ class GainTable:
     """Gains by node: what a trace can bound, or what was measured on values.
 
     A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan,
-    with its description: of another network a book knows nothing.
+    with its description: of another network a table knows nothing.
     """
 
     def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
@@ -170,7 +170,7 @@ def plan_walk(
     *,
     wanted: Iterable[Any] = (),
     given: Iterable[Any] = (),
-    book: GainTable | None = None,
+    table: GainTable | None = None,
     envs: Sequence[Values] | None = None,
     prefix: tuple[int, ...] = (),
 ) -> tuple[WalkExecutor, dict[Any, Growth]]:
@@ -180,8 +180,8 @@ def plan_walk(
     cotangents are known to it. `envs`: the operands' values (of each layer of a scan), where gains are
     to be measured.
     """
-    book = book or GainTable()
-    about = (options, set(wanted), frozenset(given), book, envs, (prefix, start))
+    table = table or GainTable()
+    about = (options, set(wanted), frozenset(given), table, envs, (prefix, start))
     found = []
     for planner in _ways_at_joins(network, start, stop, *about):
         growth = planner.settle()
@@ -199,13 +199,13 @@ def plan_walk(
 
 
 def least_bytes(
-    network: Network, options: Options, book: GainTable, envs: Sequence[Values] | None
+    network: Network, options: Options, table: GainTable, envs: Sequence[Values] | None
 ) -> list[int]:
     """What a walk over the whole network keeps of each node at least: its anchors.
 
     Nothing is traced for it but what gains and fragments ask for.
     """
-    about = (options, set(), frozenset(), book, envs, ((), 0))
+    about = (options, set(), frozenset(), table, envs, ((), 0))
     ways = []
     for planner in _ways_at_joins(network, 0, len(network.nodes), *about):
         planner.settle()
@@ -232,7 +232,7 @@ class _CotangentPlanner:
         options: Options,
         wanted: set[Any],
         given: frozenset[Any],
-        book: GainTable,
+        table: GainTable,
         envs: Sequence[Values] | None,
         place: tuple[tuple[int, ...], int],
         *,
@@ -240,7 +240,7 @@ class _CotangentPlanner:
     ):
         self.network, self.nodes, self.options, self.by_skips = network, nodes, options, by_skips
         self.wanted_out, self.given = wanted, given
-        self.book, self.envs, self.place = book, envs, place
+        self.table, self.envs, self.place = table, envs, place
         self.measured: set[int] = set()
         self.largest_growth = 1.0
         self.reader = {v: i for i, n in enumerate(nodes) for v in n.block.inputs}
@@ -288,7 +288,7 @@ class _CotangentPlanner:
             return None
         operands = restricted(node.block, self.through[i]).operands
         key = (self._key(i), node.describe())
-        gain, measured = self.book.gain(key, rule, model, operands, self.envs)
+        gain, measured = self.table.gain(key, rule, model, operands, self.envs)
         if measured:
             self.measured.add(i)
         return gain
@@ -308,7 +308,7 @@ class _CotangentPlanner:
         ask = Ask(self.options.requested, self._slope(i))
         places = tuple(node.block.inputs.index(v) for v in self.through[i])
         # Without values, nodes that compute the same have the same gains.
-        known = node.model if self.book.is_static else node
+        known = node.model if self.table.is_static else node
         key = ("fragment", known, places, ask, self.options.limit, bool(self.place[0]))
         if key not in self.network.memory:
             self.network.memory[key] = self._best_fragment(i, ask)
@@ -324,7 +324,7 @@ class _CotangentPlanner:
         operands = restricted(self.nodes[i].block, self.through[i]).operands
         whole = nbytes(*(v.aval for v in block.outputs))
         unbounded: tuple[FragmentRule, int] | None = None
-        for scheme in fragments.ways(block, ask):
+        for scheme in fragments.candidates(block, ask):
             if scheme.reads_factors and not all(v in self.network.fixed for v in operands):
                 continue
             gain, measured = self._fragment_gain(i, scheme, block, operands)
@@ -348,7 +348,7 @@ class _CotangentPlanner:
     ) -> tuple[Gain | None, bool]:
         """Its gain, where that is within the limit, or where the user takes it on trust."""
         key = (self._key(i), self.nodes[i].describe(), scheme.label)
-        gain, measured = self.book.gain(key, scheme, block, operands, self.envs)
+        gain, measured = self.table.gain(key, scheme, block, operands, self.envs)
         bounded = gain.factor <= self.options.limit and math.isfinite(gain.factor)
         if scheme.asked and not bounded:
             return replace(TRUSTED, factor=min(TRUSTED.factor, self.options.limit)), True
@@ -382,7 +382,7 @@ class _CotangentPlanner:
         return (*prefix, start + i)
 
     def _scan_gain(self, i: int) -> Gain | None:
-        step = _plan_scan(self.nodes[i], self.network, self.options, self.book, self.envs, self._key(i))
+        step = _plan_scan(self.nodes[i], self.network, self.options, self.table, self.envs, self._key(i))
         self.scan_steps[i] = step
         return step.gain if isinstance(step, ScanStep) else None
 
@@ -610,7 +610,7 @@ class _CotangentPlanner:
         if requested is None:
             return False
         try:
-            return any(s.asked for s in fragments.ways(self.nodes[i].block, Ask(requested)))
+            return any(s.asked for s in fragments.candidates(self.nodes[i].block, Ask(requested)))
         except ValueError:  # a span too short for it, if it needed one
             return True
 
@@ -643,7 +643,7 @@ def _plan_scan(
     node: Node,
     network: Network,
     options: Options,
-    book: GainTable,
+    table: GainTable,
     envs: Sequence[Values] | None,
     key: tuple[int, ...],
 ) -> ScanStep | str:
@@ -666,8 +666,8 @@ def _plan_scan(
         Options(options.limit, fragments=options.fragments, requested=options.requested),
         wanted=carry_out,
         given=ys,
-        book=book,
-        envs=book.layer_values(node, body, envs),
+        table=table,
+        envs=table.layer_values(node, body, envs),
         prefix=key,
     )
     layer = Growth.worst([growth[v] for v in carry_out if v in growth])

@@ -44,7 +44,7 @@ class Draft(NamedTuple):
     """A loss, cut and costed: what every method plans from."""
 
     network: Network
-    book: GainTable
+    table: GainTable
     options: Options
     tolerance: float
     costs: list[NodeCost]
@@ -52,7 +52,7 @@ class Draft(NamedTuple):
 
     def describe(self, choice: Choice, method: Any, signature: Any) -> Plan:
         """The choice as a user reads it, its certificates held to the tolerance."""
-        side = self.network.weight_prologue
+        prologue = self.network.weight_prologue
         segments = choice.segments
         limit = tolerance.tolerance_of(self.network, method, segments, self.tolerance)
         limit = tolerance.hold_to(limit, self.network, method, segments)
@@ -64,8 +64,8 @@ class Draft(NamedTuple):
             method,
             limit,
             signature,
-            tuple(self.book.recorded.items()),
-            sum(nbytes(v.aval) for e in side if _computes(e) for v in e.outvars),
+            tuple(self.table.recorded.items()),
+            sum(nbytes(v.aval) for e in prologue if _computes(e) for v in e.outvars),
         )
 
 
@@ -78,12 +78,12 @@ def draft(
     fused: bool = False,
 ) -> Draft:
     """`values`: of the jaxpr's inputs, where gains are to be measured. `fused`: for `fused_update`."""
-    book = GainTable(gains, known_values(network, values))
+    table = GainTable(gains, known_values(network, values))
     options, limit = tolerance.options_for(network, method)
     costs = node_costs(network, fused=fused)
     plain = search.choose(network, costs, _plain_proposers(network, costs))
     assert plain is not None, "every node can be stored or recomputed"
-    return Draft(network, book, options, limit, costs, plain)
+    return Draft(network, table, options, limit, costs, plain)
 
 
 def _plain_proposers(
@@ -118,7 +118,7 @@ def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
 def _with_walks(made: Draft) -> Choice:
     """The best choice, walks and inverses among its segments."""
     network, options, costs = made.network, made.options, made.costs
-    walks = Walks(network, options, made.book, live_bytes(network))
+    walks = Walks(network, options, made.table, live_bytes(network))
     inverted: list[Proposer] = []
     # `anchor_every` requests stored states, so inversion is disabled.
     if options.anchor_every is None and not options.always:
@@ -161,15 +161,17 @@ def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
     return search.may_choose(made.network, proposers, bound, below=made.plain.peak)
 
 
-def heed_weights(network: Network, executors: Iterable[Executor], values: dict[Any, Any] | None) -> None:
+def enforce_weight_alarms(
+    network: Network, executors: Iterable[Executor], values: dict[Any, Any] | None
+) -> None:
     """What concrete weights say against a walk is said at once."""
     if values is None:
         return
     table = GainTable((), known_values(network, values))
     for executor in executors:
-        alarms.heed(None, executor.weight_alarms(table), None)
+        alarms.enforce(None, executor.weight_alarms(table), None)
 
 
 def _computes(eqn: Any) -> bool:
-    """Whether a step on the weight side makes new numbers (and is not an identity or a layout)."""
+    """Whether a step on the weight prologue makes new numbers (and is not an identity or a layout)."""
     return eqn.primitive not in MOVING and eqn.primitive not in (declare_p, _jax.pvary_p)

@@ -63,8 +63,8 @@ class Plain:
         nodes = network.nodes[start:stop]
         tiled = [i for i in range(start, stop) if costs[i].period is not None]
         if not tiled:
-            # The reverse pass begins with the last segment: run again, it would take at once what it had
-            # better keep, and what it keeps is gone before any other segment takes anything.
+            # The reverse pass begins with the last segment: run again, it would take at once what it
+            # had better keep, and what it keeps is gone before any other segment takes anything.
             if stop == len(network.nodes) and not any(n.checkpointed for n in nodes):
                 return [StoreExecutor(network, start, stop)]
             return [store_or_recompute(network, start, stop)]

@@ -26,25 +26,25 @@ from .search import Choice
 
 
 def plan(network: Network, method: PureForward, call: PlanRequest) -> Plan:
-    """As `moonwalk.plan`. The closure is always computed and heeded: it costs a few JVPs of the head."""
+    """As `moonwalk.plan`. The closure is always computed and enforced, at a few JVPs of the head."""
     made = moonwalk.draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
-    choice = choose(network, made.options, made.book, method, made.costs)
+    choice = choose(network, made.options, made.table, method, made.costs)
     return made.describe(choice, method, call.signature)
 
 
 def choose(
     network: Network,
     options: Options,
-    book: GainTable,
+    table: GainTable,
     method: PureForward,
     costs: Sequence[NodeCost],
 ) -> Choice:
     """Where to start, or NotSubmersiveError naming the block that forbids it."""
-    envs = None if book.values is None else [book.values]
+    envs = None if table.values is None else [table.values]
     n = len(network.nodes)
 
     def walk_over(start: int, stop: int) -> tuple[WalkExecutor, dict[int, str]]:
-        walk, _ = cotangents.plan_walk(network, start, stop, options, book=book, envs=envs)
+        walk, _ = cotangents.plan_walk(network, start, stop, options, table=table, envs=envs)
         found = {i: _obstacle(s) for i, s in enumerate(walk.steps) if i < walk.end or s.is_stem}
         return walk, {i: why for i, why in found.items() if why is not None}
 

@@ -133,7 +133,7 @@ class Plan:
                 return None
             return (
                 "moonwalk: everything in this loss depends on differentiated arguments alone, so there "
-                "is no trunk to walk and all of it is stored; name the arguments that are network "
+                "is no path to walk and all of it is stored; name the arguments that are network "
                 "inputs: method=moonwalk.Moonwalk(inputs=...)"
             )
         theirs = self.backprop_bytes if rival == "backpropagation" else self.checkpoint_bytes
@@ -266,7 +266,7 @@ def describe(
     gains: tuple[tuple[Any, Gain], ...],
     weight_side_bytes: int,
 ) -> Plan:
-    """The plan, still without rows: `with_rows` adds them for whoever reads them."""
+    """The plan, still without rows: `with_rows` adds them where they are read."""
     facts = [segment.facts for segment in choice.segments]
     return Plan(
         rows=(),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _jax
-from ..execute.twins import PRODUCTS, cotangent_dtype
+from ..execute.precision import PRODUCTS, cotangent_dtype
 from ..network.cutting import Network
 from ..segments.base import Executor
 from .cotangents import MARGIN, Options
@@ -27,7 +27,7 @@ def default_tolerance(dtype: Any) -> float:
 
 
 def state_dtype(network: Network) -> Any:
-    """The least precise dtype that cotangents of the trunk have."""
+    """The least precise dtype that cotangents of the network have."""
     states = (v for n in network.nodes for v in (*n.block.inputs, *n.block.outputs))
     dtypes = {v.aval.dtype for v in states if v.aval.size > 1}
     found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]

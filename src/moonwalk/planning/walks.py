@@ -55,7 +55,7 @@ class Walks:
         return None if self.gains.values is None else [self.gains.values]
 
     def plan(self, start: int, stop: int) -> WalkExecutor:
-        about = {"book": self.gains, "envs": self._envs}
+        about = {"table": self.gains, "envs": self._envs}
         return plan_walk(self.network, start, stop, self.options, **about)[0]
 
     def least_bytes(self) -> list[int]:

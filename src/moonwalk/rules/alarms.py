@@ -16,7 +16,7 @@ from .. import _jax
 from .registry import Alarm
 
 
-def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
+def enforce(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
     """Return `values`, or raise if an alarm rings.
 
     `check`: True checks always, under a trace when the program runs; None checks what is concrete now;
@@ -36,7 +36,7 @@ def heed(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
 
 
 def raise_when_run(values: Any, bad: Any, report: Callable[..., Exception], *details: Any) -> Any:
-    """`values`, which under a trace cannot be had without an error if `bad` is true on any device.
+    """`values`, which under a trace raise an error if `bad` is true on any device.
 
     `report`: makes the error of `details`, arrays that are the same on every device.
     """

@@ -191,7 +191,7 @@ _KRYLOV = "ask for the matrix-free rule: moonwalk.vijp(..., fallback=moonwalk.Ma
 
 
 def _no_rule(block: Block) -> Verdict:
-    """Why no rule speaks of a block."""
+    """Why no rule serves a block."""
     n, n_out = block.sizes
     primitives = {e.primitive.name for e in block.eqns}
     control = sorted(primitives & {"cond", "while"})
@@ -260,7 +260,7 @@ def with_isometries_joined(
     """Join a convolution declared isometric with the copying step that it needs before it.
 
     A circular convolution is a wrap-around copy, which repeats entries and is not submersive, and
-    then a convolution; the declaration speaks of both together.
+    then a convolution; the declaration refers to both together.
     """
     result: list[Block | JaxprEqn] = []
     for item in schedule:

@@ -159,8 +159,8 @@ class Convolution(Rule):
         if unsuited(block) is None:
             yield from _expanding(block)
             # Those that keep least first, counting the anchors that gains ask for.
-            yield from separators.ways(block, ask)
-            yield from spans.ways(block, ask)
+            yield from separators.candidates(block, ask)
+            yield from spans.candidates(block, ask)
             yield from separators.short_ways(block, ask)
 
     def declared(self, block: Block) -> list[tuple[str, float]]:

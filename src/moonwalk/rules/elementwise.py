@@ -287,7 +287,7 @@ def _derivative_program(block: Block) -> Program | None:
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    """The equations that the outputs need (a jvp also traces tangents that nobody reads)."""
+    """The equations that the outputs need (a jvp also traces tangents that are never read)."""
     wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):

@@ -96,7 +96,7 @@ class FragmentRule(Rule):
         raise NotImplementedError
 
 
-def ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
+def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
     """Fragments that would do for a block, those that keep least first."""
     for rule in registry.rules_for(block):
         yield from rule.fragmented(block, ask)

@@ -1,7 +1,7 @@
 """Convolutions declared isometric: J Jᵀ = I, so the vijp is the jvp, h' = J h.
 
 A dense layer that is declared so is orthogonal (`linear`); a convolution is one as a whole, with the
-copying step before it (`chain`), and its pivot alone says nothing. The declaration of a kernel speaks of
+copying step before it (`chain`), and its pivot alone says nothing. The declaration of a kernel refers to
 its windows on an endless axis, at the convolution's stride: their rows are orthonormal. They still are
 if the axis is closed to a circle, and whenever all windows lie inside the input.
 

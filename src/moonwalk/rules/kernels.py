@@ -73,7 +73,7 @@ def like_weight(geometry: Geometry, kernel: Any) -> Any:
 
 
 def unsuited(block: Block) -> Verdict | None:
-    """Why no elimination speaks of a convolution, whatever its geometry; None where some may."""
+    """Why no elimination serves a convolution, whatever its geometry; None where some may."""
     params = block.eqn.params
     if block.inputs != (block.eqn.invars[0],) or block.eqn.invars[1] in block.inputs:
         return Verdict(

@@ -118,7 +118,7 @@ class Rule:
     inverse_is_given: ClassVar[bool] = False
 
     def matches(self, block: Block) -> bool:
-        """Whether the rule speaks of this block at all (asked of rules for regions)."""
+        """Whether the rule is for this block at all (asked of rules for regions)."""
         del block
         return True
 
@@ -289,7 +289,7 @@ _EMPTY = Empty()
 
 
 def rules_for(block: Block) -> Iterator[Rule]:
-    """The rules that speak of a block, most specific first."""
+    """The rules that are for a block, most specific first."""
     n, n_out = block.sizes
     if not n or not n_out:  # from nothing, only nothing can be recovered
         yield from () if n_out else (_EMPTY,)

@@ -66,7 +66,7 @@ _QUARTER, _HALF = 1 / 4, 1 / 2
 _LONG = (0, 32, 16, 8)  # spans to try, in blocks; 0: the whole axis is one, and nothing is kept
 _SHORT = (8, 4)
 
-# Each layer rounds anew, by f ≈ 2 eps, so over K layers error is f gain^K · gain / (gain - 1). Plans
+# Each layer rounds again, by f ≈ 2 eps, so over K layers error is f gain^K · gain / (gain - 1). Plans
 # reckon with eps gain^K and a margin of 10. For gains from 1.05 to 2, this much more makes up for it.
 _ANEW = 0.1
 
@@ -74,7 +74,7 @@ _ANEW = 0.1
 _ROUNDING = 64
 
 
-def ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
+def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
     """Those that keep less than spans can, least first."""
     return _ways(block, ask, _LONG, _QUARTER)
 

@@ -9,7 +9,7 @@ so with K a left inverse of the pivot W_c and T_a = K W_{c+sa},
     h'[u] = K h[s·u + c - p] - Σ_a T_a h'[u-a].                                             (*)
 
 For stride 1 there is one residue, and R = k-1. Going from window to window (*) is unstable unless the
-T_a are small, so it is started anew in every span of B windows: the first R of them are kept, and (*)
+T_a are small, so it is started again in every span of B windows: the first R of them are kept, and (*)
 restores the other B-R, in all spans side by side. In several axes a span is a tile, and kept are the
 first R slices along every axis. This is the paper's fragmental checkpointing with its formula put right
 (docs/numerics.md §7.3): all channels of the other taps count, the pivot's triangle and its division too.
@@ -114,7 +114,7 @@ def line_of(axis: Axis, own: AxisPlan | None, declared: bool) -> Line | None:
     """How an axis is eliminated with the help of kept slices; None: no way is known.
 
     `own` are the axis's own pivots, along which (*) may run in one direction: there may be fewer edges.
-    A declared structure speaks of one tap, so its line is `own`'s, if there is one.
+    A declared structure refers to one tap, so its line is `own`'s, if there is one.
     """
     size, out, stride, taps = axis.size, axis.out, axis.stride, axis.taps
     if declared and own is not None and own.direction == 0:
@@ -141,7 +141,7 @@ def line_of(axis: Axis, own: AxisPlan | None, declared: bool) -> Line | None:
 
 
 def declared_tap(axis: Axis) -> int | None:
-    """The tap along an axis that a declared structure speaks of; None: no rule reads one.
+    """The tap along an axis that a declared structure refers to; None: no rule reads one.
 
     That of the elimination where there is one, and of spans elsewhere. Layers put their structure here.
     """
@@ -152,7 +152,7 @@ def declared_tap(axis: Axis) -> int | None:
     return None if line is None else line.taps[0]
 
 
-def ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
+def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
     """Larger spans first; of those that a user asked for, the one."""
     geometry, structure = geometry_of(block), structure_of(block)
     if geometry.m_out > geometry.m or len(geometry.axes) > 3:

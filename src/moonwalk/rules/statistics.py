@@ -62,7 +62,7 @@ _KEEP = (
 
 @register_region
 class Statistics(Rule):
-    """Speaks of normalisations, and serves none without a fragment."""
+    """Matches normalisations, and serves none without a fragment."""
 
     name = "statistics"
 
@@ -245,7 +245,7 @@ def _find_cut(block: Block) -> Cut | None:
     moves = _moves(after, x, y)
     if not small or moves is None or x not in active_variables(after, [x], [y]):
         return None
-    # What the statistics see through a small value without a derivative (a sign) nobody asks for.
+    # What the statistics see through a small value without a derivative (a sign) is never asked for.
     active = active_variables(block.eqns, [x], [y])
     statistics = tuple(v for v in small if v in active)
     others = tuple(v for v in small if v not in active)

@@ -104,7 +104,7 @@ class AxisPlan:
 def plan_axis(axis: Axis, single: bool) -> AxisPlan | None:
     """The pivots of an axis, or None if it has none.
 
-    Where a structure is declared (`single`), it speaks of one tap: the lemma's, o_q = 0, if that is a
+    Where a structure is declared (`single`), it refers to one tap: the lemma's, o_q = 0, if that is a
     pivot at all. Otherwise all parallel taps are used, and failing those the lemma's tap or the first.
     """
 

@@ -1,4 +1,4 @@
-"""Segments whose states are had again from their outputs: reversible networks.
+"""Segments whose states are reconstructed from their outputs: reversible networks.
 
 Where every block of a segment has an inverse (`Rule.inverse`), Phase I keeps the state at its *end*
 alone. The reverse pass takes each block's input from its output, and
@@ -201,7 +201,7 @@ class InvertedBlock:
     def __init__(self, node: Node, network: Network, rule: Rule):
         self.node, self.rule = node, rule
         self.origins: tuple[Any, ...] = ()  # data that it starts from
-        self.unread: tuple[Any, ...] = ()  # results that are needed, though nobody else reads them
+        self.unread: tuple[Any, ...] = ()  # results that are needed, though nothing else reads them
         self.residual = full_residual(node, network)
         self.bytes = self.residual.bytes  # what it takes while it is differentiated
 

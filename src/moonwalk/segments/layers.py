@@ -19,9 +19,9 @@ from .. import _jax
 from .._jax import Literal
 from ..execute.barriers import Env
 from ..execute.loops import LayerLoop
+from ..execute.precision import as_cotangent
 from ..execute.residuals import nbytes
 from ..execute.sinks import Gradients, GradientSink, StackedSink, take
-from ..execute.twins import as_cotangent
 from ..network import loop_body
 from ..network.cutting import Network, Node, is_heavy
 from ..network.loop_body import Body
@@ -103,7 +103,7 @@ class ScanLayers:
         known = [i for i in self.body.weights]
         stacked = self.body.counts.stacked
 
-        def side(*weights: Any) -> Any:
+        def made_of(*weights: Any) -> Any:
             axes = tuple(0 if i >= stacked else None for i in known)
             size = {} if any(a == 0 for a in axes) else {"axis_size": self.length}
             shared = dict(zip(self.body.jaxpr.constvars, self.body.consts, strict=True))
@@ -115,7 +115,7 @@ class ScanLayers:
             return jax.vmap(values, in_axes=axes, **size)(*weights)
 
         weights = [consts[i] if i < stacked else xs[i - stacked] for i in known]
-        return jax.vjp(side, *weights)
+        return jax.vjp(made_of, *weights)
 
     def fixed_in(self, consts: Any, xs: Any, made: Any, *, first: bool = False) -> Env:
         """Everything that all phases can read in one layer. `first`: what prints does so now."""
@@ -172,18 +172,18 @@ class ScanLayers:
 
     def is_worth_hoisting(self) -> bool:
         """Whether the weight prologue does more than move entries, and depends on weights alone."""
-        side, body = self.weight_prologue, self.body
-        if side.is_trivial:
+        prologue, body = self.weight_prologue, self.body
+        if prologue.is_trivial:
             return False
         parameters = {body.jaxpr.invars[i] for i in body.weights}
         known = parameters | set(body.jaxpr.constvars) | body.network.numbers
-        made = {v for e in side.eqns for v in e.outvars}
-        if not self.is_light or side.silent or any(v in made for v in body.network.results):
+        made = {v for e in prologue.eqns for v in e.outvars}
+        if not self.is_light or prologue.silent or any(v in made for v in body.network.results):
             return False
-        reads = (v for e in side.eqns for v in e.invars if not isinstance(v, Literal))
+        reads = (v for e in prologue.eqns for v in e.invars if not isinstance(v, Literal))
         if any(v not in made and v not in known for v in reads):
             return False
-        return any(is_heavy(e) or costly_inside(e) for e in side.eqns)
+        return any(is_heavy(e) or costly_inside(e) for e in prologue.eqns)
 
 
 class Operands(NamedTuple):
@@ -222,15 +222,15 @@ class LayerGradients:
         """`inner`: operands in the body whose gradients are found. `out`: decides how those of stacked
         operands are handed out, except those in `apart`."""
         self.layers, self.operands, self.inner = layers, operands, inner
-        side, body = layers.weight_prologue, layers.body
+        prologue, body = layers.weight_prologue, layers.body
         self.sinks: list[StackedSink] = []
         self.shared: dict[int, Any] = {}  # by place among the body's weights
         self.stacked: dict[int, Any] = {}  # their variables outside, by that place
         if operands.made is not None:
-            made = dict(zip(side.wanted, operands.made, strict=True))
+            made = dict(zip(prologue.wanted, operands.made, strict=True))
             self.sinks.append(StackedSink({v: made[v] for v in inner if v in made}))
             return
-        reached = set(side.sources(inner))
+        reached = set(prologue.sources(inner))
         first = body.counts.stacked
         for k, i in enumerate(body.weights):
             if body.jaxpr.invars[i] in reached:
@@ -265,11 +265,11 @@ class LayerGradients:
         if not self.inner:
             return carried
         shared, stacked = carried
-        side = self.layers.weight_prologue
+        prologue = self.layers.weight_prologue
         if self.operands.made is not None:
-            complete = dict(zip(side.wanted, side.complete(env, found), strict=True))
+            complete = dict(zip(prologue.wanted, prologue.complete(env, found), strict=True))
             return shared, [self.sinks[0].write(stacked[0], i, complete)]
-        gradients = side.pull(env, found)
+        gradients = prologue.pull(env, found)
         shared = {k: total + gradients[k] for k, total in shared.items()}
         summed = GradientSink()
         for k, v in self.stacked.items():

@@ -10,6 +10,7 @@ be tiled in turn (`Checkpoint("recursive")`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,10 +28,10 @@ from ..execute.sinks import GradientSink
 from ..network.cutting import Network
 from .base import Facts, Row, Segment
 from .codec import in_plans
-from .costs import NodeCost
+from .costs import NodeCost, in_periods
 from .layers import LayerGradients
 from .scan_step import ScanStep
-from .store import StoreExecutor, as_planned
+from .store import StoreExecutor
 from .walk import Walk, WalkExecutor, replace_all
 
 
@@ -39,28 +40,36 @@ from .walk import Walk, WalkExecutor, replace_all
 class Loop(Segment):
     """One scan, in tiles of `tile[0]` layers, those in tiles of `tile[1]`, and so on.
 
-    `walk`: how a tile's layers are walked; None: JAX differentiates them. `packs` and `again`: as in
-    `Store`.
+    `walk`: how a tile's layers are walked; None: JAX differentiates them.
     """
 
     tile: tuple[int, ...] = ()
     walk: Walk | None = None
-    packs: bool | None = None
-    again: tuple[int, ...] | None = None
 
     def bind(self, network: Network) -> TiledExecutor | TiledWalkExecutor:
         if self.walk is None:
-            bound = TiledExecutor(network, self.start, self.stop, self.tile)
-            return as_planned(bound, packs=self.packs, again=self.again)
+            return TiledExecutor(network, self.start, self.stop, self.tile)
         return tiled_walk(self.walk.bind(network), *self.tile)
 
 
 class TiledExecutor(StoreExecutor):
-    """Tiles that JAX differentiates."""
+    """Tiles that JAX differentiates: what they keep follows from their number."""
+
+    @functools.cached_property
+    def packs(self) -> bool:
+        return False
+
+    @functools.cached_property
+    def again(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def data(self) -> Segment:
-        return Loop(self.start, self.stop, self.tile, packs=self.packs, again=self.again)
+        return Loop(self.start, self.stop, self.tile)
+
+    @functools.cached_property
+    def kept_by_node(self) -> list[int]:
+        return [in_periods(self.nodes[0], 0, self.tile)[0]]
 
     def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
         del cost, first

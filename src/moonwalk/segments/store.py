@@ -27,9 +27,9 @@ from .._jax import Literal
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
 from ..execute.loops import checkpointed
+from ..execute.precision import PRODUCTS
 from ..execute.residuals import Residual, nbytes
 from ..execute.sinks import GradientSink
-from ..execute.twins import PRODUCTS
 from ..network.cutting import Network, Node
 from ..network.prologues import cheap_steps
 from ..trace import fingerprint, graph
@@ -53,7 +53,7 @@ class Store(Segment):
 
     def bind(self, network: Network) -> StoreExecutor:
         bound = StoreExecutor(network, self.start, self.stop)
-        return as_planned(bound, again=self.again, packs=self.packs)
+        return _as_planned(bound, again=self.again, packs=self.packs)
 
 
 @in_plans
@@ -69,13 +69,13 @@ class Recompute(Segment):
         if self.parts:
             return NestedExecutor([part.bind(network) for part in self.parts])
         bound = RecomputeExecutor(network, self.start, self.stop)
-        return as_planned(bound, again=self.again)
+        return _as_planned(bound, again=self.again)
 
 
 PlainBound = TypeVar("PlainBound", bound="PlainStretch")
 
 
-def as_planned(bound: PlainBound, **planned: Any) -> PlainBound:
+def _as_planned(bound: PlainBound, **planned: Any) -> PlainBound:
     """With what a plan says, so that it need not be found out by tracing the nodes."""
     for name, value in planned.items():
         if value is not None:
@@ -589,5 +589,5 @@ def is_one_product(node: Node) -> bool:
 
 
 def _value(x: Env, fixed: Env, v: Any) -> Any:
-    """A variable's value, among the activations or the sides."""
+    """A variable's value, among the activations or the prologues."""
     return x[v] if v in x else fixed[v]

@@ -23,10 +23,10 @@ from .._jax import Literal
 from ..execute import seeds
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured, Place
+from ..execute.precision import as_cotangent
 from ..execute.residuals import nbytes
 from ..execute.scale import Cotangents
 from ..execute.sinks import GradientSink
-from ..execute.twins import as_cotangent
 from ..network.cutting import Network, Node
 from ..rules.registry import Alarm
 from ..trace import graph

@@ -4,10 +4,11 @@
     Phase II   h_L → … → h₁ → h₀          cotangents alone; keep the planned anchors and fragments
     Phase III  (x₀, h₀) → … → (x_L, h_L)  x again, h by vijp (or from an anchor), g = vjp(node, θ, h)
 
-Environments are dictionaries from variables to values: `fixed` holds weights, data and their sides,
-which every phase can read; `x` and `h` hold activations and cotangents of the variables that are alive.
-Cotangents carry exponents (`scale`). Phase II rescales them where it sketches them for the certificate,
-and Phase III undoes that step by step: between two nodes a cotangent has the same exponent in both.
+Environments are dictionaries from variables to values: `fixed` holds weights, data and what their
+prologues make, which every phase can read; `x` and `h` hold activations and cotangents of the variables
+that are alive. Cotangents carry exponents (`scale`). Phase II rescales them where it sketches them for
+the certificate, and Phase III undoes that step by step: between two nodes a cotangent has the same
+exponent in both.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy as np
 
 from .. import _jax
 from ..errors import PlanMismatchError
-from ..execute import certificate, twins
+from ..execute import certificate
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
+from ..execute.precision import PRODUCTS, as_cotangent, is_narrow, precise, widened
 from ..execute.residuals import Residual, nbytes
 from ..execute.scale import Cotangents, Exponent, difference, exponent_for, largest, shifted, sum_of
 from ..execute.sinks import Gradients, GradientSink
-from ..execute.twins import as_cotangent
 from ..network.cutting import Network, Node, find_rule
 from ..rules import chain, fragments
 from ..rules.fragments import Ask, FragmentRule, Place
@@ -81,7 +82,7 @@ class Step:
     """One node of a walk, and where Phase III takes its output's cotangent from.
 
     `source`: "vijp"; "fragment" (a part kept in Phase II, the rest restored); "anchor" (all of it kept
-    in Phase II); "given" (known from outside: a scan's outputs); "none" (nobody needs it).
+    in Phase II); "given" (known from outside: a scan's outputs); "none" (not needed).
     """
 
     node: Node
@@ -92,7 +93,7 @@ class Step:
     gain: Gain = field(default_factory=lambda: Gain(1.0, mixes=False))
     measured: bool = False  # whether walking here rests on a measured gain
     place: Place = (0, 0, 0)  # how far the steps before it have moved grids of spans
-    has_difference = False  # whether a cotangent is had as a difference of two here
+    has_difference = False  # whether a cotangent is computed as a difference here
 
     def __post_init__(self) -> None:
         """Whatever a kind of step makes of its node, it makes here."""
@@ -129,7 +130,7 @@ class Step:
 
     @property
     def is_stem(self) -> bool:
-        """It reads no state: its gradient is had in Phase II, where its output's cotangent passes."""
+        """It reads no state: its gradient is computed in Phase II, as its output's cotangent passes."""
         return self.node.is_stem
 
     @property
@@ -289,7 +290,7 @@ class BlockStep(Step):
     """A node that is one block."""
 
     residual: Residual
-    twin: Block  # the block that cotangents go through: in more precision where that is asked for
+    wider: Block  # the block that cotangents go through: in more precision where that is asked for
     inner: Block  # of that, what the rule sees: inputs that are not walked through are operands
     precision: Any = None
     looped = False  # whether it stands in the body of a scan, where grids of spans move with the layer
@@ -350,7 +351,7 @@ class BlockStep(Step):
 
     def in_precision(self, precision: Any) -> None:
         """Do the products of the cotangents' chain in a precision of their own."""
-        if any(e.primitive in twins.PRODUCTS for e in self.block.eqns):
+        if any(e.primitive in PRODUCTS for e in self.block.eqns):
             self.precision = precision
             self._linearise()
 
@@ -360,7 +361,7 @@ class BlockStep(Step):
         memory = self.network.memory
         if key not in memory:
             memory[key] = _linearised(self.node, self.network, places, self.is_walked, self.precision)
-        self.residual, self.twin, self.inner, self.sizes = memory[key]
+        self.residual, self.wider, self.inner, self.sizes = memory[key]
 
     @property
     def fragment_bytes(self) -> int:
@@ -427,8 +428,10 @@ class BlockStep(Step):
 
     def _operands_of_rule(self, env: Env) -> list[Any] | None:
         """Values of the operands that the rule reads, or None where one is not at hand."""
-        block, twin = self.block, self.twin
-        known = dict(zip((*twin.inputs, *twin.operands), (*block.inputs, *block.operands), strict=True))
+        block, wider = self.block, self.wider
+        known = dict(
+            zip((*wider.inputs, *wider.operands), (*block.inputs, *block.operands), strict=True)
+        )
         if not all(known[v] in env for v in self.inner.operands):
             return None
         values = _cast(self.inner.operands, [env[known[v]] for v in self.inner.operands])
@@ -454,7 +457,7 @@ class BlockStep(Step):
             return memo
         operands = self.operands({}, fixed)
         ours, pullback = self.residual.restore(kept, operands)
-        wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.twin.outputs, strict=True))
+        wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.wider.outputs, strict=True))
         if self.source == "fragment":
             rule = self.node.rule
             assert isinstance(rule, FragmentRule)
@@ -527,28 +530,30 @@ class BlockStep(Step):
         if h is None:
             return block.values(shown, state, [operands[v] for v in block.operands]), {}
         # The user's own precision: a gradient is one product away from its cotangent.
-        twin = self.twin if twins.is_narrow(block) else block
+        wider = self.wider if is_narrow(block) else block
         at = [block.operands.index(v) for v in weights]
-        values = _cast((*twin.inputs, *twin.operands), (*state, *(operands[v] for v in block.operands)))
+        values = _cast(
+            (*wider.inputs, *wider.operands), (*state, *(operands[v] for v in block.operands))
+        )
 
         def run(*new: Any) -> Any:
-            values.update(zip((twin.operands[i] for i in at), new, strict=True))
-            out = twin.values(
-                (*twin.outputs, *twin.exports),
-                [values[v] for v in twin.inputs],
-                [values[v] for v in twin.operands],
+            values.update(zip((wider.operands[i] for i in at), new, strict=True))
+            out = wider.values(
+                (*wider.outputs, *wider.exports),
+                [values[v] for v in wider.inputs],
+                [values[v] for v in wider.operands],
             )
             return out[: len(block.outputs)], out[len(block.outputs) :]
 
-        y, pullback, exports = jax.vjp(run, *(values[twin.operands[i]] for i in at), has_aux=True)
+        y, pullback, exports = jax.vjp(run, *(values[wider.operands[i]] for i in at), has_aux=True)
         exponent = sum_of(fixed.get(EXPONENT, 0), exponent)
-        arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, twin.outputs, strict=True))
+        arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, wider.outputs, strict=True))
         found = {
             v: shifted(g, exponent).astype(v.aval.dtype)
             for v, g in zip(weights, pullback(arriving), strict=True)
         }
         out = (*y, *exports)
-        if twin is not block:
+        if wider is not block:
             out = block.values(shown, state, [operands[v] for v in block.operands])
         return out, found
 
@@ -557,7 +562,7 @@ class Linearised(NamedTuple):
     """What a walk needs of a block, derived once for all blocks that compute the same."""
 
     residual: Residual
-    twin: Block
+    wider: Block
     inner: Block
     sizes: dict[Any, int]  # of fragments, by where their grid lies
 
@@ -566,35 +571,35 @@ def _linearised(
     node: Node, network: Network, places: Sequence[int], is_walked: bool, precision: Any
 ) -> Linearised:
     rule, block = node.rule, node.model.block
-    twin = block if precision is None else twins.precise(block, precision)
-    if twins.is_narrow(block):
-        twin = twins.widened(block) or block
-    inner = restricted(twin, [twin.inputs[i] for i in places]) if is_walked else twin
+    wider = block if precision is None else precise(block, precision)
+    if is_narrow(block):
+        wider = widened(block) or block
+    inner = restricted(wider, [wider.inputs[i] for i in places]) if is_walked else wider
     x, operands = block.structs()
 
     def linearize(x: Sequence[Any], operands: Sequence[Any]) -> Any:
         y = block(x, operands)
         if not block.inputs:
             return y, (None, None)
-        values = _cast((*twin.inputs, *twin.operands), (*x, *operands))
-        wide = [values[v] for v in twin.operands]
+        values = _cast((*wider.inputs, *wider.operands), (*x, *operands))
+        wide = [values[v] for v in wider.operands]
 
         def run(*x: Any) -> Any:
-            return twin(x, wide)
+            return wider(x, wide)
 
         if not is_walked and (rule is None or not rule.keeps_pullback):
-            return y, (None, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
+            return y, (None, jax.vjp(run, *(values[v] for v in wider.inputs))[1])
         assert rule is not None
         own, kept = rule.keep(
             inner, tuple(values[v] for v in inner.inputs), [values[v] for v in inner.operands]
         )
-        y = own if twin is block else y
-        if inner is twin and rule.keeps_pullback:
+        y = own if wider is block else y
+        if inner is wider and rule.keeps_pullback:
             return y, (kept, None)
-        return y, (kept, jax.vjp(run, *(values[v] for v in twin.inputs))[1])
+        return y, (kept, jax.vjp(run, *(values[v] for v in wider.inputs))[1])
 
     kinds = network.kinds(block.operands)
-    return Linearised(Residual(linearize, x, operands, kinds, rerun=not node.effects), twin, inner, {})
+    return Linearised(Residual(linearize, x, operands, kinds, rerun=not node.effects), wider, inner, {})
 
 
 def rule_through(node: Node, network: Network, through: Sequence[Any]) -> tuple[Any, Verdict, Block]:
@@ -796,7 +801,7 @@ def _bind_walked(node: Node, network: Network, source: Any, in_loop: bool) -> St
 def _fragment_rule(node: Node, network: Network, block: Block, source: Restored) -> FragmentRule:
     key = ("way", node.model, source.through, source.label, source.ask)
     if key not in network.memory:
-        found = [s for s in fragments.ways(block, source.ask) if s.label == source.label]
+        found = [s for s in fragments.candidates(block, source.ask) if s.label == source.label]
         if not found:
             raise PlanMismatchError(
                 f"method=: the plan keeps the fragment {source.label!r} of {node.describe()}, which "
@@ -945,7 +950,7 @@ class WalkExecutor(Executor):
 
     @property
     def has_difference(self) -> bool:
-        """Whether somewhere a cotangent is had as a difference of two, which may cancel."""
+        """Whether a cotangent is computed as a difference somewhere, which may cancel."""
         return any(s.has_difference for s in self.steps[: self.end])
 
     @property

@@ -98,7 +98,7 @@ def _cotangents(
         found = _jaxpr_cotangents(_jax.called_jaxpr(eqn)[0], entering, arriving)
     elif eqn.primitive.name == "custom_vijp_call":
         found = (
-            entering  # its author's rules speak of the whole state, though half of a coupling passes by
+            entering  # its author's rules are for the whole state, though half of a coupling passes by
         )
     elif len(eqn.outvars) > 1 or eqn.primitive in (_jax.custom_jvp_call_p, _jax.custom_vjp_call_p):
         operands = dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))

@@ -1,8 +1,8 @@
-"""What is known of a weight's values, said by whoever makes the weight.
+"""What is known of a weight's values, declared where the weight is made.
 
 A trace sees shapes, never values, so "this matrix is orthogonal" has to be told to it. `declare` is
 an identity that leaves an equation in the trace; rules find it on their operands. It is a primitive
-of its own (and not `checkpoint_name`) because a structure speaks of two axes, [in, out], and only a
+of its own (and not `checkpoint_name`) because a structure refers to two axes, [in, out], and only a
 batching rule of our own can tell where those two are after `vmap`.
 """
 
@@ -28,7 +28,7 @@ _TRANSPOSED = {"lower": "upper", "upper": "lower"}
 
 @dataclass(frozen=True)
 class Declaration:
-    """A structure, and where the axes it speaks of have gone since it was declared.
+    """A structure, and where the axes it refers to have gone since it was declared.
 
     Axes of the declared array keep their numbers as names: `axes[i]` is the name of what is axis i now,
     None for an axis that was added. `touched` are axes along which entries were picked or joined.
@@ -87,12 +87,12 @@ def declare(
 ) -> Array:
     """Say what is known of a weight's values; returns `w` unchanged.
 
-    The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` speak of a matrix as it lies,
+    The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` refer to a matrix as it lies,
     its last two axes read as [in, out] (a matrix used transposed, as in `x @ w.T`, has the transposed
     structure; of a stack of matrices, every one), or of the pivot tap [in, out] of a convolution kernel
     in whatever layout the convolution reads it; the paper's lemma is `"lower"`: w[c, c'] = 0 for
-    c < c'. `"isometric"` speaks of the whole linear operator: J Jᵀ = I, so that vijp = jvp. Of a kernel
-    it speaks of the convolution on an endless or circular axis; where zero padding cuts off windows at
+    c < c'. `"isometric"` refers to the whole linear operator: J Jᵀ = I, so that vijp = jvp. Of a kernel
+    it refers to the convolution on an endless or circular axis; where zero padding cuts off windows at
     the edges, walks keep the cotangents of those, and `moonwalk.vijp` refuses.
 
     Declare inside the function that is differentiated (or on the stack of weights outside a scan, as
@@ -277,7 +277,7 @@ def _readings(values: np.ndarray, structure: str, groups: int) -> Iterable[Any]:
             yield np.min(np.max(off, axis=1))  # one of the taps is the pivot
 
 
-# --- the way of a declaration through the weight side of a trace ----------------------------------
+# --- the way of a declaration through the weight prologue of a trace ----------------------------------
 
 
 def propagate(eqns: Iterable[JaxprEqn], known: Mapping[Any, Declaration]) -> dict[Any, Declaration]:

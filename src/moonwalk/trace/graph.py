@@ -2,13 +2,13 @@
 
 Three kinds of equations:
 
-- the *trunk*: equations through which a derivative flows from the state (the inputs) to the outputs;
+- the *path*: equations through which a derivative flows from the state (the inputs) to the outputs;
 - equations whose values depend on the state but whose derivatives do not matter (`x >= 0`, `floor`, what
   stands under `stop_gradient`): computed on the way, absorbed into the block that reads them where they
   are pointwise, so that a rule sees `ge` and `select_n` together;
 - everything else (weights, data, constants), whose values are the blocks' *operands*.
 
-The trunk is cut into *blocks* such that every state variable is consumed inside one block only
+The path is cut into *blocks* such that every state variable is consumed inside one block only
 (`partition`). So `leaky_relu` is one block, a strided pair of slices one, each layer of a network one.
 """
 
@@ -33,7 +33,7 @@ from .partition import partition
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A piece of the trunk: one state in, one state out, each a tuple of variables.
+    """A piece of the path: one state in, one state out, each a tuple of variables.
 
     Rules see a block, never the network around it. `operands` are the variables it reads besides its
     state: weights, data, constants.
@@ -145,7 +145,7 @@ def facts_inside_scan(block: Block, jaxpr: Any, consts: Sequence[Any]) -> dict[s
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The schedule of a flat jaxpr: blocks, and the equations beside the trunk, in order."""
+    """The schedule of a flat jaxpr: blocks, and the equations beside the path, in order."""
 
     schedule: tuple[Block | JaxprEqn, ...]
     inputs: tuple[Any, ...]  # the state at the entry
@@ -154,7 +154,7 @@ class Graph:
 
     @property
     def blocks(self) -> list[Block]:
-        """The trunk."""
+        """The path."""
         return [item for item in self.schedule if isinstance(item, Block)]
 
 
@@ -214,7 +214,7 @@ class Cutter:
         constants: Constants,
         copies: Mapping[Any, Any] | None = None,
     ):
-        """`copies`: variables that are copies of others (see `trunk.Fork`), and of which."""
+        """`copies`: variables that are copies of others (see `network.cutting.Fork`), and of which."""
         self.results, self.outputs, self.active = results, outputs, active
         self.copies = copies or {}
         self.facts, self.constants = {"declarations": declarations, "names": names}, constants
@@ -224,7 +224,7 @@ class Cutter:
                 if not isinstance(v, Literal):
                     self.readers.setdefault(v, []).append(eqn)
 
-    def on_trunk(self, eqn: JaxprEqn) -> bool:
+    def on_path(self, eqn: JaxprEqn) -> bool:
         """Whether a derivative flows through the equation."""
         return any(v in self.active for v in eqn.outvars)
 
@@ -235,10 +235,8 @@ class Cutter:
         reads = dict.fromkeys(
             v for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in produced
         )
-        trunk_reads = {
-            v for e in eqns if self.on_trunk(e) for v in e.invars if not isinstance(v, Literal)
-        }
-        inputs = tuple(v for v in reads if v in self.active and v in trunk_reads)
+        path_reads = {v for e in eqns if self.on_path(e) for v in e.invars if not isinstance(v, Literal)}
+        inputs = tuple(v for v in reads if v in self.active and v in path_reads)
         outside = {v: [e for e in self.readers.get(v, ()) if id(e) not in inside] for v in produced}
         # An input that is also a result of the function passes through: its cotangent as an input is
         # the sum of what arrives here and what leaves there.
@@ -248,7 +246,7 @@ class Cutter:
             *(
                 v
                 for v in produced
-                if v in self.active and (v in self.outputs or any(self.on_trunk(e) for e in outside[v]))
+                if v in self.active and (v in self.outputs or any(self.on_path(e) for e in outside[v]))
             ),
         )
         exports = tuple(v for v in produced if v not in outputs and (outside[v] or v in self.results))
@@ -333,7 +331,7 @@ def merge_padding(
     """A zero pad that only a convolution reads is that convolution's padding.
 
     Some libraries write a causal convolution as `jnp.pad` and a valid one; alone the pad would not be
-    submersive. But where a declaration names the tap that it speaks of, it does so for the padding that
+    submersive. But where a declaration names the tap that it refers to, it does so for the padding that
     is written: with more of it, another tap would be the pivot.
     """
     reads: dict[Any, int] = {}

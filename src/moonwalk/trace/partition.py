@@ -54,7 +54,7 @@ def partition(
 
     producer = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     producer.update((c, producer[v]) for c, v in (copies or {}).items() if v in producer)
-    on_trunk = [any(v in active for v in e.outvars) for e in eqns]
+    on_path = [any(v in active for v in e.outvars) for e in eqns]
     consumers: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
         for v in dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)):
@@ -62,19 +62,19 @@ def partition(
 
     # 1. All differentiable uses of one state variable stand in one block.
     for v, users in consumers.items():
-        trunk_users = [i for i in users if on_trunk[i]] if v in active else []
-        for i in trunk_users[1:]:
-            merge(i, trunk_users[0])
+        path_users = [i for i in users if on_path[i]] if v in active else []
+        for i in path_users[1:]:
+            merge(i, path_users[0])
 
     # 2. A pointwise side computation read by one block only belongs to it (latest first).
     depends = _depends_on(eqns, active)
-    trunk = {find(i) for i in range(count) if on_trunk[i]}
+    path = {find(i) for i in range(count) if on_path[i]}
     for i in reversed(range(count)):
-        if on_trunk[i] or not depends[i] or eqns[i].primitive not in POINTWISE:
+        if on_path[i] or not depends[i] or eqns[i].primitive not in POINTWISE:
             continue
         users = {find(j) for v in eqns[i].outvars for j in consumers.get(v, [])}
         escapes = any(v in outputs for v in eqns[i].outvars)
-        if len(users) == 1 and users <= trunk and not escapes:
+        if len(users) == 1 and users <= path and not escapes:
             merge(i, users.pop())
 
     # 3. What lies on a cycle between groups stands in one group; then order them.

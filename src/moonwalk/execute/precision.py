@@ -22,7 +22,7 @@ PRODUCTS = frozenset({lax.dot_general_p, lax.conv_general_dilated_p})
 
 
 class Wide:
-    """A variable's twin, of a wider type."""
+    """A variable that stands for another, of a wider type."""
 
     def __init__(self, v: Any):
         self.aval = v.aval.update(dtype=cotangent_dtype(v.aval.dtype))
@@ -70,14 +70,14 @@ def is_narrow(block: Block) -> bool:
 
 def widened(block: Block) -> Block | None:
     """The block on float32 in place of float16, or None where a call inside fixes its types."""
-    twin: dict[Any, Any] = {}
+    wider: dict[Any, Any] = {}
 
     def wide(atom: Any) -> Any:
         if isinstance(atom, Literal):
             return atom
         if atom.aval.dtype != jnp.float16:
             return atom
-        return twin.setdefault(atom, Wide(atom))
+        return wider.setdefault(atom, Wide(atom))
 
     eqns = []
     for e in block.eqns:
@@ -88,7 +88,7 @@ def widened(block: Block) -> Block | None:
         eqns.append(e.replace(invars=invars, outvars=[wide(v) for v in e.outvars], params=params))
 
     def renamed(known: Any) -> dict[Any, Any]:
-        return {twin.get(v, v): fact for v, fact in known.items()}
+        return {wider.get(v, v): fact for v, fact in known.items()}
 
     return Block(
         tuple(eqns),

@@ -1,4 +1,4 @@
-"""The trunk of a loss: nodes that never wait for each other, and exports that get no cotangent."""
+"""The network of a loss: nodes that never wait for each other, and exports that get no cotangent."""
 
 import equinox as eqx
 import jax
