@@ -31,7 +31,6 @@ FAST = {
     ("gpt", "tiny", 4),
     ("gpt", "scanned, tiny", 4),
     ("gpt", "tiny", "sqrt"),
-    ("resnet", "", "block"),
 }
 CASES = [(*kind, places) for kind in KINDS for places in ("block", "sqrt", 2, 4)]
 

@@ -132,7 +132,7 @@ def test_float64_at_1120_layers():
     assert error(found, truth) <= 1e-10
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(
     st.floats(-1.5, 0.5), st.integers(1, 48), st.sampled_from([-30, -10, 0, 10, 30]), st.booleans()
 )
@@ -244,9 +244,9 @@ def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):
     ("factor", "depth", "carry", "output", "place"),
     [
         (1.0, 20, 1e-20, 1e25, 0),
-        (0.1, 60, 1.0, 1.0, 0),
+        slow(0.1, 60, 1.0, 1.0, 0),
         slow(0.1, 80, 0.0, 1.0, -1),
-        (0.1, 45, 1.0, 1e-8, 3),
+        slow(0.1, 45, 1.0, 1e-8, 3),
     ],
 )
 def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place, reverse, method):

@@ -435,10 +435,16 @@ def test_arrays_among_default_arguments_of_a_coupling():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("levels", [1, 2, slow(3)])
 @pytest.mark.parametrize(
     "flat",
-    [jnp.floor, jnp.round, jnp.sign, lax.stop_gradient, lambda x: 0.5 * lax.stop_gradient(x)],
+    [
+        jnp.floor,
+        slow(jnp.round),
+        slow(jnp.sign),
+        lax.stop_gradient,
+        slow(lambda x: 0.5 * lax.stop_gradient(x)),
+    ],
     ids=["floor", "round", "sign", "stop_gradient", "scaled"],
 )
 def test_a_carry_that_only_values_leave(flat, levels, method):

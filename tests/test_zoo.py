@@ -63,9 +63,13 @@ def test_the_interpreter_agrees_with_xla(seeds):
         args = network.args()
         expected = jax.jit(fun)(*args)
         found = interpreter.evaluate(jax.make_jaxpr(fun)(*args), jax.tree.leaves(args))
-        for a, b in zip(found, expected, strict=True):
-            scale = np.max(np.abs(np.asarray(b, np.float64)), initial=0)
-            np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * scale, err_msg=str(network))
+        scales = [np.max(np.abs(np.asarray(b, np.float64)), initial=0) for b in expected]
+        # A gradient that is zero (of a bias in front of x - mean(x)) is what rounding leaves of others.
+        finite = [scale for scale in scales[1:] if np.isfinite(scale)]
+        rounding = np.finfo(np.float64).eps * max(finite, default=0)
+        for a, b, scale in zip(found, expected, scales, strict=True):
+            atol = 1e-8 * scale + rounding
+            np.testing.assert_allclose(a, b, rtol=1e-8, atol=atol, err_msg=str(network))
 
 
 @pytest.mark.slow

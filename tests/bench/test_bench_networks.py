@@ -25,7 +25,7 @@ VARIANTS = [
     slow(("dense", "residual")),
     slow(("dense", "abs, first, looped")),
     slow(("skips", "")),
-    ("resnet", "tiny"),
+    slow(("resnet", "tiny")),
     ("gpt", "tiny, scanned"),
     slow(("gpt", "tiny")),
     slow(("gpt", "tiny, bfloat16")),
