@@ -11,8 +11,9 @@ import pytest
 
 import moonwalk as mw
 from moonwalk.gradient import Call
-from moonwalk.planning import timeline
-from moonwalk.segments.base import Row, Segment, line_of
+from moonwalk.planning import moonwalk as policy
+from moonwalk.planning import search, timeline
+from moonwalk.segments.base import Offer, Proposer, Realised, Row, Segment, line_of
 from moonwalk.segments.codec import in_plans
 from moonwalk.segments.costs import node_costs
 from moonwalk.segments.store import Stretch, ends
@@ -71,6 +72,28 @@ class TransposeExecutor(Stretch):
         for node in self.nodes:
             out.close(node.weights)
         return []  # nothing is recovered, so there is no error to measure
+
+
+class TransposeProposer(Proposer):
+    """Offers every pair of neighbouring nodes; what a pair takes is what JAX's pullbacks keep."""
+
+    def __init__(self, network, costs, live):
+        self.network, self.costs, self.live = network, costs, live
+
+    def limits(self):
+        return {2 * max(cost.backprop for cost in self.costs)}
+
+    def begin(self, limit):
+        self.limit = limit
+
+    def ending_at(self, stop, best):
+        taken = sum(cost.backprop for cost in self.costs[stop - 2 : stop])
+        if stop > 1 and taken <= self.limit:
+            yield Offer(stop - 2, stop, kept=self.live[stop - 2], transient=taken)
+
+    def realise(self, offer):
+        executor = TransposeExecutor(self.network, offer.start, offer.stop)
+        return Realised([executor], executor.kept_bytes, offer.transient)
 
 
 # -- the kind: ends here -----------------------------------------------------------------------------
@@ -148,3 +171,17 @@ def test_fused_updates_take_its_gradients(plan):
     found = fused(ws, state, x)
     g = jax.grad(loss)(ws, x)
     assert_close(found[1], jax.tree.map(lambda w, g: w - 0.1 * g, ws, g))
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_the_search_takes_its_offers_where_they_keep_less(cheap, plan):
+    """Beside stored and recomputed stretches, which the search knows no better than this kind."""
+    engine, _, _ = Call("plan", loss, 0, False, arguments(), {}).plan(plan)
+    network, costs = engine.network, node_costs(engine.network)
+    live = [0 if cheap else 2**40] * (len(network.nodes) + 1)
+    own = TransposeProposer(network, costs, live)
+    choice = search.choose(network, costs, [*policy._plain_proposers(network, costs), own])
+    taken = [proposer is own for proposer, _ in choice.chosen]
+    assert any(taken) if cheap else not any(taken)
+    assert [s.start for s in choice.segments] == [0, *(s.stop for s in choice.segments[:-1])]
+    assert choice.segments[-1].stop == len(network.nodes)
