@@ -94,57 +94,10 @@ class LayerLoop:
         - `cut(kept, count, size)`: how it is cut otherwise, such as `self.cut`, by layer.
         - `join(whole, rest)`: the result of several pieces, such as `self.joined`.
         """
+        passing = _Pass(self, layer, backward, cut, join)
+        return passing.over(state, kept, 0, self.length if count is None else count, levels)
 
-        def one_layer(state: Any, place: Any, kept: Any) -> Any:
-            assert layer is not None, "a level was to run its pieces itself"
-            return layer(state, place, kept)
-
-        def pieces(state: Any, kept: Any, first: Any, count: int, levels: Sequence[Level]) -> Any:
-            if not levels:
-                run = lambda state, k, own: one_layer(state, _after(first, k), own)
-                return self._scan(run, state, kept, backward=backward, length=count)
-            level, *inner = levels
-
-            def piece(state: Any, kept: Any, at: Piece) -> Any:
-                run = lambda state, kept: pieces(state, kept, at.first, at.count, inner)
-                return level.around(run, state, kept, at)
-
-            if level.size >= count:
-                return piece(state, kept, Piece(first, count, alone=True))
-            if level.size == 1 and not inner and layer is not None:  # no loop inside the loop
-
-                def single(state: Any, k: Any, kept: Any) -> Any:
-                    place = _after(first, k)
-                    run = lambda state, kept: one_layer(state, place, kept)
-                    return level.around(run, state, kept, Piece(place, 1, looped=True))
-
-                return self._scan(single, state, kept, backward=backward, length=count)
-            number, short = divmod(count, level.size)
-            start, rest = (short, 0) if self.reverse else (0, count - short)
-            if cut is not None:
-                kept = cut(kept, count, level.size)
-            of_whole, of_rest = (None, None) if kept is None else kept
-            last = Piece(_after(first, rest), short)
-            rest_result = None
-            if short and backward:
-                state, rest_result = piece(state, of_rest, last)
-                if level.barred:
-                    box = [state, of_whole]
-                    barrier((box, [0, 1]))
-                    state, of_whole = box
-
-            def one(state: Any, k: Any, kept: Any) -> Any:
-                place = _after(_after(first, start), k * level.size)
-                return piece(state, kept, Piece(place, level.size, looped=True))
-
-            state, whole_result = self._scan(one, state, of_whole, backward=backward, length=number)
-            if short and not backward:
-                state, rest_result = piece(state, of_rest, last)
-            return state, join(whole_result, rest_result)
-
-        return pieces(state, kept, 0, self.length if count is None else count, levels)
-
-    def _scan(self, step: Any, carry: Any, xs: Any, *, backward: bool, length: int) -> Any:
+    def scan(self, step: Any, carry: Any, xs: Any, *, backward: bool, length: int) -> Any:
         """A loop over `length` places in the scan's order (or backward): step(carry, place, xs).
 
         The place is counted in the carry. Read from an array of places, XLA would not know it for the
@@ -179,6 +132,71 @@ class LayerLoop:
             return flat
         order = (lambda a, b: [b, a]) if self.reverse else (lambda a, b: [a, b])
         return jax.tree.map(lambda a, b: jnp.concatenate(order(a, b)), flat, rest)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over layers, in pieces of pieces."""
+
+    loop: LayerLoop
+    layer: Callable[[Any, Any, Any], tuple[Any, Any]] | None
+    backward: bool
+    cut: Callable[[Any, int, int], InPieces] | None
+    join: Callable[[Any, Any], Any]
+
+    def over(self, state: Any, kept: Any, first: Any, count: int, levels: Sequence[Level]) -> Any:
+        """The layers at `first` … `first + count − 1`: (state, results)."""
+        if not levels:
+            return self._scan(
+                lambda s, k, own: self._layer(s, _after(first, k), own), state, kept, count
+            )
+        level, *inner = levels
+        if level.size >= count:
+            return self._piece(level, inner, state, kept, Piece(first, count, alone=True))
+        if level.size == 1 and not inner and self.layer is not None:  # no loop inside the loop
+            return self._scan(
+                lambda s, k, own: self._single(level, s, own, _after(first, k)), state, kept, count
+            )
+        return self._pieces(level, inner, state, kept, Piece(first, count))
+
+    def _pieces(self, level: Level, inner: Sequence[Level], state: Any, kept: Any, at: Piece) -> Any:
+        """A loop over the whole pieces, and the shorter one behind them, in the order of the pass."""
+        number, short = divmod(at.count, level.size)
+        start, rest = (short, 0) if self.loop.reverse else (0, at.count - short)
+        kept = kept if self.cut is None else self.cut(kept, at.count, level.size)
+        of_whole, of_rest = (None, None) if kept is None else kept
+        last, of_last = Piece(_after(at.first, rest), short), None
+
+        def one(state: Any, k: Any, kept: Any) -> Any:
+            place = _after(_after(at.first, start), k * level.size)
+            return self._piece(level, inner, state, kept, Piece(place, level.size, looped=True))
+
+        if short and self.backward:
+            state, of_last = self._piece(level, inner, state, of_rest, last)
+            if level.barred:
+                box = [state, of_whole]
+                barrier((box, [0, 1]))
+                state, of_whole = box
+        state, results = self._scan(one, state, of_whole, number)
+        if short and not self.backward:
+            state, of_last = self._piece(level, inner, state, of_rest, last)
+        return state, self.join(results, of_last)
+
+    def _piece(self, level: Level, inner: Sequence[Level], state: Any, kept: Any, at: Piece) -> Any:
+        run = lambda state, kept: self.over(state, kept, at.first, at.count, inner)
+        return level.around(run, state, kept, at)
+
+    def _single(self, level: Level, state: Any, kept: Any, place: Any) -> Any:
+        """A piece that is one layer."""
+        run = lambda state, kept: self._layer(state, place, kept)
+        return level.around(run, state, kept, Piece(place, 1, looped=True))
+
+    def _layer(self, state: Any, place: Any, kept: Any) -> Any:
+        assert self.layer is not None, "a level was to run its pieces itself"
+        return self.layer(state, place, kept)
+
+    def _scan(self, step: Any, state: Any, kept: Any, length: int) -> Any:
+        return self.loop.scan(step, state, kept, backward=self.backward, length=length)
 
 
 def _after(first: Any, k: Any) -> Any:
