@@ -12,7 +12,7 @@ from weights import normal
 
 import moonwalk as mw
 from moonwalk.errors import SingularError
-from moonwalk.rules.fragments import Ask, Fragment
+from moonwalk.rules.fragments import Ask, Fragment, candidates
 from moonwalk.rules.registry import Gain
 from moonwalk.rules.separators import Separators
 from moonwalk.rules.spans import Spans

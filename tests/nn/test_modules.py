@@ -124,8 +124,8 @@ def test_a_stack_is_its_layers_and_is_walked_with_its_weights_made_before_the_lo
     plan = mw.plan(loss, params, x)
     assert [(r.mode, r.times) for r in plan.rows if r.depth] == [("walk", 5)] * 3
     *_, walk = forced.under_jit(loss, mw.Moonwalk(), params, x)
-    (scan,) = [s for s in walk.steps if hasattr(s, "hoisted")]
-    assert scan.hoisted
+    (scan,) = [s for s in walk.steps if s.is_loop]
+    assert scan.layers.hoisted
 
 
 def test_keys_are_handed_to_layers():

@@ -249,7 +249,7 @@ def examine_health(network, precision):
     """Whether a healthy run is loud, or wrong."""
     dtype = "bfloat16" if precision == "bfloat16" else "float32"
     in_tf32 = lambda cut: precision == "tf32" and tolerances.state_dtype(cut) == jnp.float32
-    with warnings.catch_warnings(), mock.patch.object(search, "runs_in_tf32", in_tf32):
+    with warnings.catch_warnings(), mock.patch.object(tolerances, "runs_in_tf32", in_tf32):
         warnings.simplefilter("ignore")
         program = network.program(dtype)
     options = dict(tf32=precision == "tf32")
