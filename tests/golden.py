@@ -24,6 +24,7 @@ if __name__ == "__main__":  # as for the tests
     os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import jax
+import jax.numpy as jnp
 
 import moonwalk as mw
 from moonwalk.lab.bench import networks as bench
@@ -47,6 +48,41 @@ BENCH = {
 }
 
 
+def scans_between_blocks(p, x):
+    """Four scans, two residual blocks behind each: tiles whose transients are never alive together."""
+    for u, w in zip(p["u"], p["w"], strict=True):
+        x, _ = jax.lax.scan(lambda c, w: (c + jnp.tanh(jax.nn.gelu(c @ w) @ w), None), x, u)
+        for block in w:
+            x = x + jax.nn.gelu(x @ block)
+    return jnp.sum(x**2)
+
+
+def stacked_rnns(p, x):
+    """Scans that read activations, which tiles keep beside their carries."""
+    for u, w in zip(p["u"], p["w"], strict=True):
+        cell = lambda c, s, u=u, w=w: (jnp.tanh(c @ w + s @ u),) * 2
+        _, x = jax.lax.scan(cell, jnp.zeros_like(x[0]), x)
+    return jnp.sum(x**2)
+
+
+def structs(**shapes):
+    return {
+        name: [jax.ShapeDtypeStruct(shape[1:], jnp.float32)] * shape[0] for name, shape in shapes.items()
+    }
+
+
+SHAPES = {
+    "scans between blocks": (
+        scans_between_blocks,
+        (structs(u=(4, 6, 16, 16), w=(4, 2, 16, 16)), jax.ShapeDtypeStruct((1024, 16), jnp.float32)),
+    ),
+    "stacked RNNs": (
+        stacked_rnns,
+        (structs(u=(4, 16, 16), w=(4, 16, 16)), jax.ShapeDtypeStruct((32, 64, 16), jnp.float32)),
+    ),
+}
+
+
 def cases():
     """name -> (loss, arguments, options)."""
     from networks import NETWORKS
@@ -54,6 +90,9 @@ def cases():
     found = {}
     for name, n in NETWORKS.items():
         found[name] = (n.loss, (n.args, n.kwargs), {"method": n.method, **n.options})
+    for name, (loss, types) in SHAPES.items():
+        for method in ("Moonwalk()", "Checkpoint()", "Checkpoint(recursive)"):
+            found[f"{name}, {method}"] = (loss, (types, {}), {"method": METHODS[method]})
     for name, task in BENCH.items():
         network = bench.make(task)
         for method, settings in METHODS.items():

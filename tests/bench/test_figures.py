@@ -118,9 +118,17 @@ def test_a_gradient_is_judged_beside_backpropagation():
     assert judged(0.5, backprop) == "WRONG"
     elsewhere = samples.record("fig2", "backprop", error=0.035, variant="another")
     assert judged(0.05, elsewhere) == "WRONG"
-    smaller = samples.record("fig2", "checkpoint-sqrt", 2, error=0.035)
+    smaller = samples.record("fig2", "jax-checkpoint-sqrt", 2, error=0.035)
     assert judged(0.05, smaller) == "exact"  # none at these sizes
     assert judged(0.05, smaller, samples.record("fig2", "backprop", error=1e-6)) == "WRONG"
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "checkpoint-sqrt", "moonwalk", "reversible"])
+def test_no_method_of_the_library_is_judged_by_its_own_error(method):
+    others = [samples.record("fig2", m, error=0.05) for m in ("checkpoint-block", "moonwalk-checkpoint")]
+    backprop = samples.record("fig2", "backprop", error=1e-6)
+    assert judged(0.05, *others, method=method) == "WRONG"
+    assert judged(0.05, *others, backprop, method=method) == "WRONG"
 
 
 def test_what_cannot_be_judged():

@@ -87,16 +87,19 @@ def sketch(h: Array) -> Array:
     if not h.ndim:
         return h.astype(wide)[None]
     shape, axes = _buckets(h.shape, _jax.shards(jax.typeof(h)))
-    signs, h = _signs(h), h.astype(wide)
+    coins, h = _coins(h), h.astype(wide)
     if shape != h.shape:
-        signs, h = signs.reshape(shape), h.reshape(shape)
-    # Positive and negative summands in one pass. A sum of signed entries XLA hands to a library on a
-    # CPU, and makes an array of them for it, as large as the cotangent.
+        coins, h = coins.reshape(shape), h.reshape(shape)
+    negative, first = (((coins >> np.uint32(bit)) & np.uint32(1)).astype(bool) for bit in (31, 30))
+    signed = jnp.where(negative, -h, h)
+    # Two sums in one pass. A plain sum XLA hands to a library on a CPU, and makes an array of all signed
+    # entries for it, as large as the cotangent. Halves by a coin of their own, not by sign: where all
+    # entries are alike, sums of one sign would be large, and their difference would lose digits.
     zero = jnp.zeros((), wide)
-    halves = jnp.where(signs, h, zero), jnp.where(signs, zero, h)
+    halves = jnp.where(first, signed, zero), jnp.where(first, zero, signed)
     both = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    added, taken = lax.reduce(halves, (zero, zero), both, axes)
-    return added - taken
+    one, other = lax.reduce(halves, (zero, zero), both, axes)
+    return one + other
 
 
 def _buckets(shape: Sequence[int], shards: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -124,8 +127,8 @@ def _divisor(n: int, most: int) -> int:
     return next(k for k in range(min(n, most), 0, -1) if n % k == 0)
 
 
-def _signs(h: Array) -> Array:
-    """A fair coin for every entry, the same in every phase: a bit of a hash of its index."""
+def _coins(h: Array) -> Array:
+    """Fair coins for every entry, the same in every phase: a hash of its index, whose bits they are."""
     sharding = _jax.explicit_sharding(jax.typeof(h))
     index: Any = np.uint32(0)
     if not _jax.sharded_axes(jax.typeof(h)):
@@ -140,7 +143,7 @@ def _signs(h: Array) -> Array:
     mixed = index * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x85EBCA77)
     mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE3D)
-    return (mixed >> np.uint32(31)).astype(bool)
+    return mixed
 
 
 def exponent(kept: Array, size: int) -> Int[Array, ""]:

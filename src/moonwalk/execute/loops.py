@@ -54,8 +54,8 @@ class Level:
     """Pieces of `size` layers.
 
     `around(run, state, kept, piece)` runs a piece and returns its state and result: by `run(state,
-    kept)`, which visits its layers, or in a way of its own. `barred`: the shorter piece and the whole
-    ones must not run side by side.
+    kept)`, which visits its layers, or in a way of its own. `barred`: backward, the whole pieces
+    wait for the shorter one, which runs before them.
     """
 
     size: int

@@ -531,19 +531,10 @@ class _Opener:
             return
         service = Service(None, Verdict(None, "reads the data"))
         if block.inputs:
-            service = Service(find=partial(self._rule, block))
+            service = Service(find=partial(_rule_of, block, self.rules))
         if any(map(is_heavy, group)) and service.rule is None and self._open(block):
             return
         self.parts.append((block, service))
-
-    def _rule(self, block: Block) -> tuple[Rule | None, Verdict]:
-        """`find_rule`, once for blocks that compute the same."""
-        key = fingerprint(block)
-        if key not in self.rules:
-            self.rules[key] = (block, *find_rule(block))
-        first, rule, verdict = self.rules[key]
-        reason, way_out = (renamed(t, first, block) for t in (verdict.reason, verdict.way_out))
-        return rule, replace(verdict, reason=reason, way_out=way_out)
 
     def _open(self, block: Block) -> bool:
         """Split a variable that the block reads in several places that come together late."""
@@ -669,6 +660,16 @@ class _Opener:
                     heapq.heappush(ready, (place[j], j))
         assert len(result) == len(self.parts), "the network's nodes form a cycle"
         return result
+
+
+def _rule_of(block: Block, known: dict[Any, Any]) -> tuple[Rule | None, Verdict]:
+    """`find_rule`, once for blocks that compute the same."""
+    key = fingerprint(block)
+    if key not in known:
+        known[key] = (block, *find_rule(block))
+    first, rule, verdict = known[key]
+    reason, way_out = (renamed(t, first, block) for t in (verdict.reason, verdict.way_out))
+    return rule, replace(verdict, reason=reason, way_out=way_out)
 
 
 def find_rule(block: Block) -> tuple[Rule | None, Verdict]:

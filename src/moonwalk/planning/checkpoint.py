@@ -104,7 +104,9 @@ def _blocks(network: Network) -> list[range]:
     if after and not any(network.nodes[i].is_heavy for i in range(stop, after[0])):
         after = after[1:]
     before = [s for s in starts if s < inside[0]]
-    bounds = sorted({*before, *inside, *after, len(network.nodes)})
+    # A loop is a segment of its own, also where it repeats together with what surrounds it.
+    loops = {j for i, n in enumerate(network.nodes) if _is_loop(n) for j in (i, i + 1)}
+    bounds = sorted({*before, *inside, *after, *loops, len(network.nodes)})
     return [range(i, j) for i, j in itertools.pairwise(bounds)]
 
 

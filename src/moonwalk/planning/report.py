@@ -15,7 +15,7 @@ from ..errors import PlanMismatchError, PlanWarning
 from ..network.cutting import Network, Node
 from ..rules.registry import Gain
 from ..segments import codec
-from ..segments.base import Executor, Segment
+from ..segments.base import Executor, Segment, check_in_a_row
 from ..segments.base import Row as Row
 from ..segments.base import format_bytes as format_bytes
 from ..segments.codec import in_plans
@@ -113,6 +113,7 @@ class Plan:
                 f"block {number} was `{then}`, and is `{now}`. Make it anew with "
                 "moonwalk.plan(fun, *args)."
             )
+        check_in_a_row(self.segments, 0, len(network.nodes))
         return [segment.bind(network) for segment in self.segments]
 
     def __str__(self) -> str:

@@ -32,7 +32,8 @@ class Choice:
 
     @property
     def recovers(self) -> bool:
-        """Whether its walks recover a cotangent anywhere: between anchors, recomputing does as well."""
+        """Whether its walks, if there are any, recover a cotangent: between anchors, recomputing does as
+        well."""
         facts = [s.facts for s in self.segments]
         return not any(f.walks for f in facts) or any(f.recovers for f in facts)
 
@@ -59,9 +60,9 @@ def choose(
             continue
         estimate, chosen = found
         seen.append(chosen)
-        # What is kept is there at once, so that no peak is lower.
-        keeps_too_much = best is not None and sum(o.kept for _, o in chosen) >= best.peak
-        if keeps_too_much or (not thorough and estimate >= least):
+        if best is not None and _at_once(chosen) >= best.peak:
+            continue
+        if not thorough and estimate >= least:
             continue
         choice = realise(network, costs, chosen)
         least = min(least, choice.kept + choice.transient)
@@ -73,14 +74,23 @@ def choose(
 
 
 def may_choose(network: Network, proposers: Sequence[Proposer], wanted: Proposer, below: int) -> bool:
-    """Whether offers of `wanted` are part of a choice that keeps less than some bytes."""
+    """Whether offers of `wanted` are part of a choice whose peak may be below some bytes."""
     for limit in _limits(proposers):
         found = _least(len(network.nodes), proposers, limit)
         if found is None or not any(proposer is wanted for proposer, _ in found[1]):
             continue
-        if sum(offer.kept for _, offer in found[1]) < below:
+        if _at_once(found[1]) < below:
             return True
     return False
+
+
+def _at_once(chosen: Chosen) -> float:
+    """A lower bound of a choice's peak.
+
+    Not the sum of what is kept: what several segments keep in the reverse pass is not alive at once, and
+    neighbours may keep the same state.
+    """
+    return max((offer.at_once for _, offer in chosen), default=0)
 
 
 def _limits(proposers: Sequence[Proposer]) -> list[int]:
@@ -114,7 +124,9 @@ def _least(
         if chosen and proposer.joins and chosen[-1][0] is proposer:
             later = chosen.pop()[1]
             transient = max(offer.transient, later.transient)
-            offer = Offer(offer.start, later.stop, offer.kept + later.kept, transient, offer.setting)
+            at_once = max(offer.at_once, later.at_once)
+            kept = offer.kept + later.kept
+            offer = Offer(offer.start, later.stop, kept, transient, offer.setting, at_once)
         chosen.append((proposer, offer))
     return best[n] + max((offer.transient for _, offer in chosen), default=0), chosen[::-1]
 

@@ -89,7 +89,9 @@ class WalkProposer(Proposer):
             self.walking, self.walk_start = fresh, i
         self.walking += self.bytes[i]
         if self.walking < math.inf:
-            yield Offer(self.walk_start, stop, self.walking - best[self.walk_start])
+            kept = self.walking - best[self.walk_start]
+            # Phase II ends with all that a walk keeps.
+            yield Offer(self.walk_start, stop, kept, at_once=kept)
 
     def realise(self, offer: Offer) -> Realised:
         walk = self.walks.plan(offer.start, offer.stop)

@@ -2,8 +2,9 @@
 
 A plan is a tuple of *segments*: consecutive nodes, each segment differentiated in its own way. A
 `Segment` is data: it is compared, printed, written to a file. Bound to a network it becomes an
-`Executor`, which says what it takes, and runs. The engine, the search for a plan, the report and fused
-updates know segments by these two interfaces alone, so a new way is one file (see CONTRIBUTING).
+`Executor`, which says what it takes, and runs. The engine, the report and fused updates know segments by
+these two interfaces alone, and the search for a plan by what a `Proposer` offers, so a new way is one
+file (see CONTRIBUTING).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import _jax
+from ..errors import PlanMismatchError
 from ..execute.barriers import Env
 from ..execute.certificate import Measured, Place
 from ..execute.sinks import GradientSink
@@ -159,6 +161,7 @@ class Offer(NamedTuple):
     kept: float  # bytes from the forward pass to the reverse pass
     transient: float = 0  # bytes besides, while it is differentiated
     setting: Any = None  # for `Proposer.realise`
+    at_once: float = 0  # of what it keeps, bytes that are sure to be alive together: no peak is lower
 
 
 class Proposer(abc.ABC):
@@ -196,6 +199,23 @@ class Realised(NamedTuple):
     executors: Sequence[Executor]
     kept: float
     transient: float = 0
+
+
+def check_in_a_row(segments: Sequence[Segment], start: int, stop: int) -> None:
+    """PlanMismatchError unless the segments are all nodes [start, stop), each once, in their order."""
+    place = start
+    for segment in segments:
+        if segment.start != place or segment.stop <= segment.start:
+            break
+        place = segment.stop
+    else:
+        if place == stop:
+            return
+    found = ", ".join(f"[{s.start}, {s.stop})" for s in segments) or "none"
+    raise PlanMismatchError(
+        f"method=: the plan's segments must be the nodes [{start}, {stop}), one after another, but they "
+        f"are {found}. Make the plan anew with moonwalk.plan(fun, *args), or mend it."
+    )
 
 
 def line_of(node: Node) -> str:

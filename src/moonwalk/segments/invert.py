@@ -442,29 +442,50 @@ class InvertProposer(Proposer):
     """For every node, the longest run of inverses that ends there."""
 
     def __init__(self, network: Network, costs: Sequence[NodeCost]):
-        self.costs, self.limit = costs, 0
-        self.runs = [
-            InvertExecutor(network, start, stop) if start < stop else None
-            for stop, start in enumerate(runs(network))
-        ]
+        self.network, self.costs, self.limit = network, costs, 0
+        self.offers = _longest_runs(network)
 
     def limits(self) -> set[int]:
-        return {run.transient_bytes for run in self.runs if run is not None}
+        return {int(offer.transient) for offer in self.offers if offer is not None}
 
     def begin(self, limit: int) -> None:
         self.limit = limit
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         del best
-        run = self.runs[stop]
-        if run is not None and run.transient_bytes <= self.limit:
-            yield Offer(run.start, stop, run.kept_bytes, run.transient_bytes)
+        offer = self.offers[stop]
+        if offer is not None and offer.transient <= self.limit:
+            yield offer
 
     def realise(self, offer: Offer) -> Realised:
-        run = self.runs[offer.stop]
-        assert run is not None
+        run = InvertExecutor(self.network, offer.start, offer.stop)
         gradients = max(c.gradients for c in self.costs[offer.start : offer.stop])
         return Realised([run], run.kept_bytes, run.transient_bytes + gradients)
+
+
+def _longest_runs(network: Network) -> list[Offer | None]:
+    """By the place where they end; what they take follows from that of a run that is a node shorter."""
+    found: list[Offer | None] = []
+    ends: dict[Any, None] = {}  # what the run leaves behind
+    read: set[Any] = set()
+    transient = 0
+    for stop, start in enumerate(runs(network)):
+        if start == stop:
+            ends, read, transient = {}, set(), 0
+            found.append(None)
+            continue
+        node = network.nodes[stop - 1]
+        part = inverted(node, network)
+        assert part is not None
+        if not node.is_aside:
+            read.update(node.block.inputs)
+            # Of a scan's last carry all is needed, though a part of it may have no other reader.
+            carries = part.last if isinstance(part, InvertedLoop) else ()
+            ends.update(dict.fromkeys((*node.block.outputs, *carries)))
+            ends = {v: None for v in ends if v not in read}
+        transient = max(transient, part.bytes)
+        found.append(Offer(start, stop, nbytes(*(v.aval for v in ends)), transient))
+    return found
 
 
 def runs(network: Network) -> list[int]:

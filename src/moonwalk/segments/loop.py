@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from ..errors import PlanMismatchError
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured, Place
 from ..execute.loops import InPieces, Level, Piece
@@ -28,7 +29,7 @@ from ..execute.sinks import GradientSink
 from ..network.cutting import Network
 from .base import Facts, Row, Segment
 from .codec import in_plans
-from .costs import NodeCost, in_periods
+from .costs import NodeCost
 from .layers import LayerGradients
 from .scan_step import ScanStep
 from .store import StoreExecutor
@@ -47,13 +48,29 @@ class Loop(Segment):
     walk: Walk | None = None
 
     def bind(self, network: Network) -> TiledExecutor | TiledWalkExecutor:
+        self._check(network)
         if self.walk is None:
             return TiledExecutor(network, self.start, self.stop, self.tile)
         return tiled_walk(self.walk.bind(network), *self.tile)
 
+    def _check(self, network: Network) -> None:
+        nodes = network.nodes[self.start : self.stop]
+        if [node.is_scan for node in nodes] != [True]:
+            found = ", ".join(node.describe() for node in nodes) or "nothing"
+            raise PlanMismatchError(
+                f"method=: Loop(start={self.start}, stop={self.stop}) is for one scan, and these nodes "
+                f"are {found}. Make the plan anew with moonwalk.plan(fun, *args)."
+            )
+        wanted = "one length" if self.walk is not None else "lengths"
+        if not self.tile or min(self.tile) < 1 or (self.walk is not None and len(self.tile) > 1):
+            raise PlanMismatchError(
+                f"method=: Loop(tile={self.tile}) needs {wanted} of at least one layer, the longest "
+                "first; for a scan in one piece take Store or Walk."
+            )
+
 
 class TiledExecutor(StoreExecutor):
-    """Tiles that JAX differentiates: what they keep follows from their number."""
+    """Tiles that JAX differentiates. They keep carries, and what the layers read: no masks to pack."""
 
     @functools.cached_property
     def packs(self) -> bool:
@@ -66,10 +83,6 @@ class TiledExecutor(StoreExecutor):
     @property
     def data(self) -> Segment:
         return Loop(self.start, self.stop, self.tile)
-
-    @functools.cached_property
-    def kept_by_node(self) -> list[int]:
-        return [in_periods(self.nodes[0], 0, self.tile)[0]]
 
     def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
         del cost, first

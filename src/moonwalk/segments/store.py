@@ -33,7 +33,7 @@ from ..execute.sinks import GradientSink
 from ..network.cutting import Network, Node
 from ..network.prologues import cheap_steps
 from ..trace import fingerprint, graph
-from .base import Executor, Row, Segment, line_of
+from .base import Executor, Row, Segment, check_in_a_row, line_of
 from .codec import in_plans
 from .costs import NodeCost, full_residual, in_periods
 
@@ -67,6 +67,7 @@ class Recompute(Segment):
 
     def bind(self, network: Network) -> RecomputeExecutor | NestedExecutor:
         if self.parts:
+            check_in_a_row(self.parts, self.start, self.stop)
             return NestedExecutor([part.bind(network) for part in self.parts])
         bound = RecomputeExecutor(network, self.start, self.stop)
         return _as_planned(bound, again=self.again)

@@ -874,7 +874,7 @@ class WalkExecutor(Executor):
         walk ends: before an anchor, a kept copy, or the last weight. A step with fewer numbers out than
         in forgets part of the error that arrives, so what arrives there is looked at. What is restored
         from a fragment may forget its errors: there, every step is. Where a difference may cancel, every
-        layer is; a light step behind it hands the error on.
+        step with a weight or a product is, so that every cotangent that makes a gradient is compared.
         """
         last = self._last_walked | self._forgotten
         spacing = check_spacing(sum(s.node.is_heavy and s.is_walked for s in self.steps[: self.end]))
