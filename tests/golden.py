@@ -140,9 +140,14 @@ def digest(program):
 
 def rows(plan):
     return [
-        f"{'  ' * r.depth}{r.block} | {r.mode} | {r.bytes} B x{r.times} | gain {r.gain if r.gain is None else f'{r.gain:.4g}'} | {r.why}"
+        f"{'  ' * r.depth}{r.block} | {r.mode} | {r.bytes} B x{r.times} | gain {r.gain if r.gain is None else f'{r.gain:.4g}'} | {without_lines(r.why)}"
         for r in plan.rows
     ] + [f"kept {plan.kept_bytes}, peak {plan.peak_bytes}, tolerance {plan.tolerance:.1e}"]
+
+
+def without_lines(text):
+    """A reason may name the user's line, which holds the path of the checkout and moves with every edit."""
+    return re.sub(r" at \S+\.py:\d+( \([^)]*\))?", "", text)
 
 
 def ground():

@@ -1,6 +1,7 @@
 """A part of `make golden`: plans and programs of every eighth network are those on record."""
 
 import json
+import re
 
 import golden
 import pytest
@@ -21,6 +22,15 @@ def test_plans_and_programs_are_those_on_record(name):
 
 def test_every_network_is_on_record():
     assert set(RECORDS["networks"]) == set(golden.cases())
+
+
+def test_no_record_holds_a_line_of_a_file():
+    assert not re.search(r"\.py:\d", golden.FILE.read_text())
+    said = "its body has no vijp: add (of 12 equations) at {}/tests/golden.py:51 (f.<locals>.<lambda>): reason"
+    assert (
+        golden.without_lines(said.format("/home/a"))
+        == "its body has no vijp: add (of 12 equations): reason"
+    )
 
 
 def test_records_do_not_depend_on_where_the_checkout_is():

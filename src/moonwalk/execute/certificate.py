@@ -97,9 +97,13 @@ def sketch(h: Array) -> Array:
     # entries are alike, sums of one sign would be large, and their difference would lose digits.
     zero = jnp.zeros((), wide)
     halves = jnp.where(first, signed, zero), jnp.where(first, zero, signed)
-    both = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    one, other = lax.reduce(halves, (zero, zero), both, axes)
+    one, other = lax.reduce(halves, (zero, zero), _added, axes)
     return one + other
+
+
+def _added(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Of pairs. A function of the module: JAX compiles a reduction once per function."""
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _buckets(shape: Sequence[int], shards: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -202,10 +202,13 @@ class Realised(NamedTuple):
 
 
 def check_in_a_row(segments: Sequence[Segment], start: int, stop: int) -> None:
-    """PlanMismatchError unless the segments are all nodes [start, stop), each once, in their order."""
+    """PlanMismatchError unless the segments are all nodes [start, stop), each once, in their order.
+
+    Of no nodes there may be an empty segment.
+    """
     place = start
     for segment in segments:
-        if segment.start != place or segment.stop <= segment.start:
+        if segment.start != place or segment.stop < place + (start < stop):
             break
         place = segment.stop
     else:
