@@ -8,6 +8,7 @@ planned like a network, with anchors every K layers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,17 +200,26 @@ def plan_walk(
 
 
 def least_bytes(
-    network: Network, options: Options, table: GainTable, envs: Sequence[Values] | None
+    network: Network,
+    options: Options,
+    table: GainTable,
+    envs: Sequence[Values] | None,
+    *,
+    light: bool,
+    given: Iterable[Any] = (),
+    prefix: tuple[int, ...] = (),
 ) -> list[int]:
-    """What a walk over the whole network keeps of each node at least: its anchors.
+    """What a walk over the whole network keeps of each node at least: anchors, fragments and copies.
 
-    Nothing is traced for it but what gains and fragments ask for.
+    Without `light` nodes, these are the outputs of products with weights that have no vijp and no
+    fragment; the rules of all other nodes take a trace of each.
     """
-    about = (options, set(), frozenset(), table, envs, ((), 0))
+    about = (options, set(), frozenset(given), table, envs, (prefix, 0))
     ways = []
     for planner in _ways_at_joins(network, 0, len(network.nodes), *about):
-        planner.settle()
-        ways.append(planner.least_bytes())
+        if light:
+            planner.settle()
+        ways.append([planner.least_bytes(i, light=light) for i in range(len(network.nodes))])
     return [min(of_node) for of_node in zip(*ways, strict=True)]
 
 
@@ -246,21 +256,20 @@ class _CotangentPlanner:
         self.reader = {v: i for i, n in enumerate(nodes) for v in n.block.inputs}
         self.maker = {v: i for i, n in enumerate(nodes) for v in n.block.outputs}
         self.forced: dict[int, str] = {}
-        self.through = [self._through(n) for n in nodes]
         self.scan_steps: dict[int, ScanStep | str] = {}
-        self.gains = [self._gain(i) for i in range(len(nodes))]
-        self.schemes: dict[int, tuple[FragmentRule, Gain]] = {}
-        self.scheme_bytes: dict[int, int] = {}
-        for i in range(len(nodes)):
-            self._find_fragment(i)
+        self.schemes: dict[int, tuple[BlockStep, Gain]] = {}
+        # Of nodes that are asked about alone: both may take a trace.
+        self.through = functools.cache(self._through)
+        self.gain = functools.cache(self._gain)
 
     # -- what each node offers ---------------------------------------------------------------------
-    def _through(self, node: Node) -> tuple[Any, ...]:
+    def _through(self, i: int) -> tuple[Any, ...]:
         """The inputs by which a walk goes through a node.
 
         A sum takes its cotangent from any one summand: a branch, or a skip (a fork's copy). What a stem
         adds has no cotangent of its own in the sweep.
         """
+        node = self.nodes[i]
         inputs = node.block.inputs
         if len(inputs) < 2 or node.rule is None:
             return inputs
@@ -283,10 +292,10 @@ class _CotangentPlanner:
             return None
         if node.is_scan:
             return self._scan_gain(i)
-        rule, _, model = rule_through(node, self.network, self.through[i])
+        rule, _, model = rule_through(node, self.network, self.through(i))
         if rule is None:
             return None
-        operands = restricted(node.block, self.through[i]).operands
+        operands = restricted(node.block, self.through(i)).operands
         key = (self._key(i), node.describe())
         gain, measured = self.table.gain(key, rule, model, operands, self.envs)
         if measured:
@@ -295,7 +304,7 @@ class _CotangentPlanner:
 
     def _is_lossy(self, i: int) -> bool:
         """Whether a node has no vijp, or one that the tolerance forbids."""
-        gain = self.gains[i]
+        gain = self.gain(i)
         return gain is None or gain.factor > self.options.limit
 
     def _find_fragment(self, i: int) -> None:
@@ -306,7 +315,7 @@ class _CotangentPlanner:
             return
         # Walks over the same nodes are planned many times.
         ask = Ask(self.options.requested, self._slope(i))
-        places = tuple(node.block.inputs.index(v) for v in self.through[i])
+        places = tuple(node.block.inputs.index(v) for v in self.through(i))
         # Without values, nodes that compute the same have the same gains.
         known = node.model if self.table.is_static else node
         key = ("fragment", known, places, ask, self.options.limit, bool(self.place[0]))
@@ -314,16 +323,16 @@ class _CotangentPlanner:
             self.network.memory[key] = self._best_fragment(i, ask)
         found = self.network.memory[key]
         if found is not None:
-            scheme, gain, measured, kept = found
-            self.schemes[i], self.scheme_bytes[i] = (scheme, gain), kept
+            step, gain, measured = found
+            self.schemes[i] = step, gain
             self.measured |= {i} if measured else set()
 
-    def _best_fragment(self, i: int, ask: Ask) -> tuple[FragmentRule, Gain, bool, int] | None:
-        """(the way, its gain, whether that was measured or is taken on trust, all that it keeps)."""
-        _, _, block = rule_through(self.nodes[i], self.network, self.through[i])
-        operands = restricted(self.nodes[i].block, self.through[i]).operands
+    def _best_fragment(self, i: int, ask: Ask) -> tuple[BlockStep, Gain, bool] | None:
+        """(the way, as a step; its gain; whether that was measured or is taken on trust)."""
+        _, _, block = rule_through(self.nodes[i], self.network, self.through(i))
+        operands = restricted(self.nodes[i].block, self.through(i)).operands
         whole = nbytes(*(v.aval for v in block.outputs))
-        unbounded: tuple[FragmentRule, int] | None = None
+        unbounded: BlockStep | None = None
         for scheme in fragments.candidates(block, ask):
             if scheme.reads_factors and not all(v in self.network.fixed for v in operands):
                 continue
@@ -331,16 +340,15 @@ class _CotangentPlanner:
             usable = gain is not None or (scheme.blind and math.isinf(self.options.limit))
             if not usable:
                 continue
-            step = BlockStep(self.nodes[i].served_by(scheme), self.network, "fragment", self.through[i])
+            step = BlockStep(self.nodes[i].served_by(scheme), self.network, "fragment", self.through(i))
             step.looped = bool(self.place[0])
             if step.fragment_bytes >= whole:
                 continue
-            kept = step.fragment_bytes + step.kept_bytes
             if gain is not None:
-                return scheme, gain, measured, kept
-            unbounded = scheme, kept
+                return step, gain, measured
+            unbounded = step
         if unbounded is not None:  # the most that could be kept
-            return unbounded[0], Gain.unknown(), False, unbounded[1]
+            return unbounded, Gain.unknown(), False
         return None
 
     def _fragment_gain(
@@ -360,7 +368,7 @@ class _CotangentPlanner:
         def along(step: Any) -> float:
             product, at = 1.0, i
             while (at := step(at)) is not None:
-                gain = self.gains[at]
+                gain = self.gain(at)
                 if gain is None or gain.mixes or not math.isfinite(gain.factor):
                     break
                 product *= gain.factor
@@ -371,7 +379,7 @@ class _CotangentPlanner:
             return None if rest else self.reader.get(v)
 
         def before(at: int) -> int | None:
-            (v, *rest) = self.through[at] or (None,)
+            (v, *rest) = self.through(at) or (None,)
             return None if rest else self.maker.get(v)
 
         factor = max(along(after), along(before))
@@ -409,8 +417,8 @@ class _CotangentPlanner:
                 self.source[i] = "anchor"
             elif i in self.schemes:
                 self.source[i] = "fragment"
-                wanted.update(self.through[i])
-            elif (gain := self.gains[i]) is None:
+                wanted.update(self.through(i))
+            elif (gain := self.gain(i)) is None:
                 self.source[i] = "anchor"
             elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
                 self.source[i] = "vijp"
@@ -422,7 +430,7 @@ class _CotangentPlanner:
                 self.source[i] = "anchor"
             else:
                 self.source[i] = "vijp"
-                wanted.update(self.through[i])
+                wanted.update(self.through(i))
 
     def _decide_fork(self, i: int, wanted: set[Any]) -> None:
         (v,), copies = self.nodes[i].block.inputs, self.nodes[i].block.outputs
@@ -444,6 +452,10 @@ class _CotangentPlanner:
     # -- forward: how error grows --------------------------------------------------------------------
     def settle(self) -> dict[Any, Growth]:
         """Decide, and place anchors until error stays within the limit."""
+        for i in range(len(self.nodes)):
+            self.gain(i)  # plans the loops among them
+        for i in range(len(self.nodes)):
+            self._find_fragment(i)
         if self.options.anchor_every is not None:
             self._regular_anchors(self.options.anchor_every)
         elif self.options.anchors and not self.place[0]:
@@ -467,7 +479,7 @@ class _CotangentPlanner:
         if first is None or self.nodes[first].is_scan or self.source[first] != "vijp":
             return
         before = [i for i, n in enumerate(self.nodes[:first]) if not n.is_aside]
-        seeds = [v for i in (*before, first) for v in self.through[i]]
+        seeds = [v for i in (*before, first) for v in self.through(i)]
         others = [v for n in self.nodes[first + 1 :] for v in n.block.outputs]
         kept = nbytes(*(v.aval for v in self.nodes[first].block.outputs))
         seed = max((nbytes(v.aval) for v in seeds), default=0)
@@ -498,8 +510,8 @@ class _CotangentPlanner:
             if self.source[i] not in WALKED:
                 growth.update((v, Growth()) for v in outputs)
                 continue
-            arriving = Growth.worst(growth.get(v, Growth()) for v in self.through[i])
-            gain = self.schemes[i][1] if self.source[i] == "fragment" else self.gains[i]
+            arriving = Growth.worst(growth.get(v, Growth()) for v in self.through(i))
+            gain = self.schemes[i][1] if self.source[i] == "fragment" else self.gain(i)
             assert gain is not None
             step = self.scan_steps.get(i)
             if isinstance(step, ScanStep):
@@ -517,7 +529,7 @@ class _CotangentPlanner:
         best, i = violated, violated
         size = nbytes(*(v.aval for v in self.nodes[violated].block.outputs))
         while True:
-            before = [self.maker.get(v) for v in self.through[i]]
+            before = [self.maker.get(v) for v in self.through(i)]
             if len(before) != 1 or before[0] is None:
                 return best
             i = before[0]
@@ -543,23 +555,48 @@ class _CotangentPlanner:
         return Growth().times(layer.over(rest)), Growth.worst([period, inside])
 
     # -- the plan -----------------------------------------------------------------------------------
-    def least_bytes(self) -> list[int]:
-        """Anchors, copies and fragments that the nodes keep, and what loops keep, planned by now."""
-        result = []
-        for i, node in enumerate(self.nodes):
-            step = self.scan_steps.get(i)
-            outputs = node.block.outputs
-            if isinstance(step, ScanStep):
-                step.source = "none" if self.source[i] == "none" else "vijp"
-                result.append(step.kept_bytes + step.memo_bytes)
-            elif node.is_fork:
-                result.append(len(self.kept_copies[i][0]) * nbytes(outputs[0].aval))
-            elif self.source[i] == "fragment":
-                result.append(self.scheme_bytes[i])
-            else:
-                anchored = self.source[i] == "anchor" and not node.is_stem
-                result.append(nbytes(*(v.aval for v in outputs)) if anchored else 0)
-        return result
+    def least_bytes(self, i: int, *, light: bool) -> int:
+        """Of one node, or of all layers of a loop; see `least_bytes`."""
+        node = self.nodes[i]
+        outputs = node.block.outputs
+        if node.is_scan:
+            return self._least_bytes_of_scan(i)
+        if light:
+            if node.is_fork:
+                return len(self.kept_copies[i][0]) * nbytes(outputs[0].aval)
+            if self.source[i] == "fragment":
+                step, _ = self.schemes[i]
+                return step.fragment_bytes + step.kept_bytes
+            anchored = self.source[i] == "anchor" and not node.is_stem
+            return nbytes(*(v.aval for v in outputs)) if anchored else 0
+        known = node.is_stem or all(v in self.given for v in outputs)
+        if known or not node.weights or not node.is_heavy or not self._is_lossy(i):
+            return 0
+        if self.options.anchor_every is not None and self.gain(i) is not None:
+            return 0
+        return 0 if self._may_keep_a_fragment(i) else nbytes(*(v.aval for v in outputs))
+
+    def _least_bytes_of_scan(self, i: int) -> int:
+        node = self.nodes[i]
+        (eqn,) = node.block.eqns
+        body = body_of(node, self.network)
+        if isinstance(body, str):
+            return nbytes(*(v.aval for v in node.block.outputs)) if node.weights else 0
+        _, ys = body.outputs
+        envs = self.table.layer_values(node, body, self.envs)
+        about = (replace(self.options, anchor_every=None), self.table, envs)
+        layer = least_bytes(body.network, *about, light=False, given=ys, prefix=self._key(i))
+        return eqn.params["length"] * sum(layer)
+
+    def _may_keep_a_fragment(self, i: int) -> bool:
+        """Whether some fragment is exact enough, or may turn out to be once its gain is measured."""
+        if not self.options.fragments:
+            return False
+        _, _, block = rule_through(self.nodes[i], self.network, self.through(i))
+        schemes = fragments.candidates(block, Ask(self.options.requested))
+        if not self.table.is_static or math.isinf(self.options.limit):
+            return any(True for _ in schemes)
+        return any(self._fragment_gain(i, s, block, ())[0] is not None for s in schemes)
 
     def steps(self) -> list[Step]:
         loops = {i: step for i, step in self.scan_steps.items() if isinstance(step, ScanStep)}
@@ -576,14 +613,16 @@ class _CotangentPlanner:
             return Unneeded("no derivative")
         if node.is_fork:
             return Copies("a state with several readers", *self.kept_copies[i])
-        places = tuple(node.block.inputs.index(v) for v in self.through[i])
+        places = tuple(node.block.inputs.index(v) for v in self.through(i))
         if kind == "vijp":
-            gain = self.gains[i]
+            gain = self.gain(i)
             assert gain is not None
             return Vijp(self._reason(i), places, gain, i in self.measured)
         if kind == "fragment":
-            scheme, gain = self.schemes[i]
-            _, _, block = rule_through(node, self.network, self.through[i])
+            step, gain = self.schemes[i]
+            scheme = step.node.rule
+            assert isinstance(scheme, FragmentRule)
+            _, _, block = rule_through(node, self.network, self.through(i))
             reason, ask = scheme.verdict(block).reason, Ask(self.options.requested, self._slope(i))
             return Restored(reason, places, gain, i in self.measured, scheme.label, ask)
         return {"anchor": Anchor, "given": Given, "none": Unneeded}[kind](self._reason(i))

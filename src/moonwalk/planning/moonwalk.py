@@ -24,7 +24,7 @@ from .plain import Plain, RecomputeProposer, StoreProposer
 from .report import Plan
 from .search import Choice
 from .timeline import live_bytes
-from .walks import RerunProposer, TileProposer, WalkProposer, Walks, cut_evenly
+from .walks import RerunProposer, TileProposer, WalkBoundProposer, WalkProposer, Walks, cut_evenly
 
 
 class PlanRequest(NamedTuple):
@@ -128,7 +128,7 @@ def _with_walks(made: Draft) -> Choice:
     if _may_pay(made, walks, inverted):
         must = [options.always and not never for never in walks.never]
         store, recompute = _plain_proposers(network, costs, [not m for m in must])
-        walker = WalkProposer(walks, walks.bytes)
+        walker = WalkProposer(walks)
         walked: list[Proposer] = [walker]
         rerun: list[Proposer] = []
         if options.checkpoint == "auto":
@@ -150,15 +150,20 @@ def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
     """Whether walks can keep less than all that other segments take.
 
     Most networks that people train have no layer that can be walked, so that a walk keeps an anchor for
-    each. That is known from gains alone: what else walks keep takes a trace of every distinct block.
+    each. That is known from the rules of the heavy nodes: what else walks keep takes a trace of every
+    distinct block.
     """
     options = made.options
     if options.always or options.checkpoint is not None:
         return True
-    bound = WalkProposer(walks, walks.least_bytes())
     store, recompute = _plain_proposers(made.network, made.costs)
-    proposers = [store, bound, *inverted, recompute]
-    return search.may_choose(made.network, proposers, bound, below=made.plain.peak)
+    below = made.plain.peak / report.WORTH
+    for light in (False, True):  # the bound that takes no trace first
+        bound = WalkBoundProposer(walks, light=light)
+        proposers = [store, bound, *inverted, recompute]
+        if not search.may_choose(made.network, made.costs, proposers, bound, below):
+            return False
+    return True
 
 
 def enforce_weight_alarms(

@@ -73,13 +73,25 @@ def choose(
     return best
 
 
-def may_choose(network: Network, proposers: Sequence[Proposer], wanted: Proposer, below: int) -> bool:
-    """Whether offers of `wanted` are part of a choice whose peak may be below some bytes."""
+def may_choose(
+    network: Network,
+    costs: Sequence[NodeCost],
+    proposers: Sequence[Proposer],
+    wanted: Proposer,
+    below: float,
+) -> bool:
+    """Whether offers of `wanted`, which are lower bounds, are part of a choice whose peak may be below
+    some bytes."""
+    seen: list[Chosen] = []
     for limit in _limits(proposers):
         found = _least(len(network.nodes), proposers, limit)
-        if found is None or not any(proposer is wanted for proposer, _ in found[1]):
+        if found is None or found[1] in seen:
             continue
-        if _at_once(found[1]) < below:
+        chosen = found[1]
+        seen.append(chosen)
+        if not any(proposer is wanted for proposer, _ in chosen) or _at_once(chosen) >= below:
+            continue
+        if realise(network, costs, chosen).peak < below:
             return True
     return False
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from ..execute.residuals import nbytes
 from ..network.cutting import Network
-from ..segments.base import Executor
+from ..segments.base import Priced
 from ..segments.costs import NodeCost, carry_bytes
 from ..segments.store import is_one_product
 
 
-def peak(network: Network, segments: Sequence[Executor], costs: Sequence[NodeCost]) -> int:
+def peak(network: Network, segments: Sequence[Priced], costs: Sequence[NodeCost]) -> int:
     """The most bytes alive at once, beside arguments and results."""
     return Timeline(network, costs).through(segments)
 
@@ -48,7 +48,7 @@ class Timeline:
         self.live = live_bytes(network)
         self.passing = passing_bytes(network)
 
-    def through(self, segments: Sequence[Executor]) -> int:
+    def through(self, segments: Sequence[Priced]) -> int:
         """Forward over the segments, and back."""
         top = kept = 0
         for segment in segments:
@@ -64,11 +64,11 @@ class Timeline:
         around = self.live[i] + self.live[i + 1] - self.passing[i]
         return max(around, 2 * carry_bytes(self.nodes[i])) if self.nodes[i].is_scan else around
 
-    def start(self, segment: Executor) -> int:
+    def start(self, segment: Priced) -> int:
         """The state that a segment starts from; of the first one, that is an argument."""
         return self.live[segment.start] if segment.start else 0
 
-    def forward(self, segment: Executor, own: Sequence[int]) -> int:
+    def forward(self, segment: Priced, own: Sequence[int]) -> int:
         """In a forward pass over a segment whose nodes keep `own` bytes."""
         places = range(segment.start, segment.stop)
         before = itertools.accumulate(own, initial=segment.held(self) - sum(own))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..network.cutting import Network
-from ..segments.base import Offer, Proposer, Realised
+from ..segments.base import Offer, Priced, Proposer, Realised
 from ..segments.loop import TiledWalkExecutor, tile_bytes, tiled_walk
 from ..segments.scan_step import ScanStep
 from ..segments.walk import Step, WalkExecutor
@@ -58,9 +58,12 @@ class Walks:
         about = {"table": self.gains, "envs": self._envs}
         return plan_walk(self.network, start, stop, self.options, **about)[0]
 
-    def least_bytes(self) -> list[int]:
-        """Less than `bytes`, and found sooner: what the anchors of a walk keep."""
-        return least_bytes(self.network, self.options, self.gains, self._envs)
+    def least_bytes(self, *, light: bool) -> list[int]:
+        """At most `bytes`, and found sooner: anchors that no walk does without.
+
+        `light`: those at light nodes, too, whose rules take a trace.
+        """
+        return least_bytes(self.network, self.options, self.gains, self._envs, light=light)
 
     def start_bytes(self, start: int) -> int:
         """The state that a walk starts from; of the first one, that is an argument."""
@@ -70,9 +73,8 @@ class Walks:
 class WalkProposer(Proposer):
     """Walks that keep what Phase I and Phase II keep."""
 
-    def __init__(self, walks: Walks, bytes: Sequence[float]):
-        """`bytes`: what a walk keeps of each node, or a lower bound of that."""
-        self.walks, self.bytes = walks, bytes
+    def __init__(self, walks: Walks):
+        self.walks, self.bytes = walks, walks.bytes
 
     def limits(self) -> set[int]:
         return set()
@@ -96,6 +98,39 @@ class WalkProposer(Proposer):
     def realise(self, offer: Offer) -> Realised:
         walk = self.walks.plan(offer.start, offer.stop)
         return Realised([walk], walk.kept_bytes + self.walks.start_bytes(offer.start))
+
+
+@dataclass
+class WalkBound(Priced):
+    """Less than a walk takes: the state that it starts from, and in Phase II some of what it keeps."""
+
+    start: int
+    stop: int
+    bytes: Sequence[int]  # that are kept of each node at least
+
+    def held(self, timeline: Any) -> int:
+        return timeline.start(self)
+
+    def forward_peak(self, timeline: Any) -> int:
+        return timeline.forward(self, [0] * len(self.bytes))
+
+    def backward_peak(self, timeline: Any) -> int:
+        top = after = 0
+        for i, own in zip(reversed(range(self.start, self.stop)), reversed(self.bytes), strict=True):
+            top = max(top, after + timeline.states(i))
+            after += own
+        return self.held(timeline) + max(top, after)
+
+
+class WalkBoundProposer(WalkProposer):
+    """Lower bounds of walks, found without tracing blocks; nothing can run them."""
+
+    def __init__(self, walks: Walks, *, light: bool):
+        self.walks, self.bytes = walks, walks.least_bytes(light=light)
+
+    def realise(self, offer: Offer) -> Realised:
+        own = [int(size) for size in self.bytes[offer.start : offer.stop]]
+        return Realised([WalkBound(offer.start, offer.stop, own)], offer.kept)
 
 
 class RerunProposer(Proposer):

@@ -72,12 +72,32 @@ class Segment(abc.ABC):
         """What runs it on a network."""
 
 
-class Executor(abc.ABC):
+class Priced(abc.ABC):
+    """Bytes that nodes [start, stop) take over time: a segment's, or a lower bound of them.
+
+    `timeline`: the `planning.timeline.Timeline` that knows the nodes around it.
+    """
+
+    start: int
+    stop: int
+
+    @abc.abstractmethod
+    def held(self, timeline: Any) -> int:
+        """Bytes kept from the forward pass until the segment's turn in the reverse pass."""
+
+    @abc.abstractmethod
+    def forward_peak(self, timeline: Any) -> int:
+        """The most bytes alive at once in the forward pass, with what the segment keeps."""
+
+    @abc.abstractmethod
+    def backward_peak(self, timeline: Any) -> int:
+        """The same in the reverse pass."""
+
+
+class Executor(Priced):
     """A segment, bound to a network."""
 
     network: Network
-    start: int
-    stop: int
 
     @property
     @abc.abstractmethod
@@ -108,19 +128,6 @@ class Executor(abc.ABC):
     def hold_to(self, limit: float) -> None:
         """Let the certificate be at most so large."""
         del limit  # what JAX differentiates itself carries none
-
-    # -- what it takes -------------------------------------------------------------------------------
-    @abc.abstractmethod
-    def held(self, timeline: Any) -> int:
-        """Bytes kept from the forward pass until the segment's turn in the reverse pass."""
-
-    @abc.abstractmethod
-    def forward_peak(self, timeline: Any) -> int:
-        """The most bytes alive at once in the forward pass, with what the segment keeps."""
-
-    @abc.abstractmethod
-    def backward_peak(self, timeline: Any) -> int:
-        """The same in the reverse pass."""
 
     # -- what others ask -------------------------------------------------------------------------------
     @abc.abstractmethod
@@ -196,7 +203,7 @@ class Proposer(abc.ABC):
 class Realised(NamedTuple):
     """Segments that run an offer, with their true bytes."""
 
-    executors: Sequence[Executor]
+    executors: Sequence[Any]  # `Executor`s; of a proposer of lower bounds, `Priced`
     kept: float
     transient: float = 0
 

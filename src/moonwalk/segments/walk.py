@@ -289,7 +289,6 @@ class Step:
 class BlockStep(Step):
     """A node that is one block."""
 
-    residual: Residual
     wider: Block  # the block that cotangents go through: in more precision where that is asked for
     inner: Block  # of that, what the rule sees: inputs that are not walked through are operands
     precision: Any = None
@@ -361,15 +360,22 @@ class BlockStep(Step):
         memory = self.network.memory
         if key not in memory:
             memory[key] = _linearised(self.node, self.network, places, self.is_walked, self.precision)
-        self.residual, self.wider, self.inner, self.sizes = memory[key]
+        self.linearised: Linearised = memory[key]
+        self.wider, self.inner = self.linearised.wider, self.linearised.inner
+
+    @property
+    def residual(self) -> Residual:
+        """What Phase I keeps, and how the pullback is restored from it."""
+        return self.linearised.residual
 
     @property
     def fragment_bytes(self) -> int:
         """What is kept of the output's cotangent, which may depend on where its grid lies."""
         key = (self.place, self.looped)
-        if key not in self.sizes:
-            self.sizes[key] = self._fragment_bytes()
-        return self.sizes[key]
+        sizes = self.linearised.fragment_sizes
+        if key not in sizes:
+            sizes[key] = self._fragment_bytes()
+        return sizes[key]
 
     def _fragment_bytes(self) -> int:
         rule, inner = self.node.rule, self.inner
@@ -558,13 +564,19 @@ class BlockStep(Step):
         return out, found
 
 
-class Linearised(NamedTuple):
-    """What a walk needs of a block, derived once for all blocks that compute the same."""
+class Linearised:
+    """What a walk needs of a block, derived once for all blocks that compute the same.
 
-    residual: Residual
-    wider: Block
-    inner: Block
-    sizes: dict[Any, int]  # of fragments, by where their grid lies
+    The residual takes a trace, and is made when it is asked for: a fragment that keeps too much is not.
+    """
+
+    def __init__(self, wider: Block, inner: Block, trace: Callable[[], Residual]):
+        self.wider, self.inner, self._trace = wider, inner, trace
+        self.fragment_sizes: dict[Any, int] = {}  # by where their grid lies
+
+    @functools.cached_property
+    def residual(self) -> Residual:
+        return self._trace()
 
 
 def _linearised(
@@ -599,7 +611,8 @@ def _linearised(
         return y, (kept, jax.vjp(run, *(values[v] for v in wider.inputs))[1])
 
     kinds = network.kinds(block.operands)
-    return Linearised(Residual(linearize, x, operands, kinds, rerun=not node.effects), wider, inner, {})
+    trace = functools.partial(Residual, linearize, x, operands, kinds, rerun=not node.effects)
+    return Linearised(wider, inner, trace)
 
 
 def rule_through(node: Node, network: Network, through: Sequence[Any]) -> tuple[Any, Verdict, Block]:
