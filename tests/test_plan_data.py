@@ -95,6 +95,20 @@ def test_a_plan_of_another_function_is_refused():
         mw.grad(dense, method=plan)(PARAMS, jnp.ones((3, 4)))
 
 
+def test_names_of_arguments_are_no_part_of_a_plan():
+    plan = mw.plan(dense, PARAMS, X)
+    found = mw.grad(lambda *args: dense(*args), method=plan)(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, found, mw.grad(dense, method=plan)(PARAMS, X))
+
+
+def test_a_message_on_other_arguments_lists_a_few():
+    plan = mw.plan(dense, [jnp.eye(4)] * 12, X)
+    message = r"(?s)params\[0\]: planned float64\[4,4\], called with float64\[5,5\].*… and 5 more"
+    with pytest.raises(mw.PlanMismatchError, match=message) as error:
+        mw.grad(dense, method=plan)([jnp.eye(5)] * 12, jnp.ones((2, 5)))
+    assert len(str(error.value).splitlines()) == 11
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

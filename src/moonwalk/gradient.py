@@ -583,15 +583,25 @@ def _cache_for(fun: Any) -> dict[Any, Any] | None:
         return None
 
 
+_SHOWN = 8  # differences between a plan and a call that a message lists
+
+
 def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
-    if plan.signature == signature:
+    """PlanMismatchError unless a plan was made for arguments of these types, in this order.
+
+    Names do not count: a wrapper may call them otherwise. Whether the network is the same, the plan's
+    nodes tell.
+    """
+    if [kind for _, kind in plan.signature] == [kind for _, kind in signature]:
         return
     old, new = dict(plan.signature), dict(signature)
+    names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
     lines = [
         f"  {name}: planned {old.get(name, 'nothing')}, called with {new.get(name, 'nothing')}"
-        for name in dict.fromkeys((*old, *new))
-        if old.get(name) != new.get(name)
+        for name in names[:_SHOWN]
     ]
+    if len(names) > _SHOWN:
+        lines.append(f"  … and {len(names) - _SHOWN} more")
     raise PlanMismatchError(
         "method=: the plan was made for other arguments:\n" + "\n".join(lines) + "\nMake it anew with "
         "moonwalk.plan(fun, *args)."

@@ -2,8 +2,10 @@
 
 Orthogonal dense layers, scanned and in a loop; the same with twice the layers, for what one more costs;
 MaxMin, which keeps a bit per pair; a U-Net of such layers; and networks that cannot be walked, where a
-plan should take no more than checkpointing does. Memory needs no run, and is that of 16,384 rows; times
-on a CPU are those of 4,096. Moonwalk's records have the plan's rows and `predicted_bytes`.
+plan should take no more than checkpointing does. Memory needs no run, and is that of 16,384 rows, on a
+GPU of 131,072: there XLA joins products smaller than 32 MB into one over a copy of both operands, and
+each library call has a workspace of 32 MiB, which with states of 16 MiB would be a third of the figure.
+Times on a CPU are those of 4,096 rows. Moonwalk's records have the plan's rows and `predicted_bytes`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ KEPT = ("backprop", "jax-checkpoint-block", "moonwalk")
 
 def tasks(request: Request) -> list[Task]:
     rows, width, depth = (256, 16, 16) if request.quick else (2**14, 256, 64)
+    rows = 2**17 if request.on_gpu and not request.quick else rows
     timed = 256 if request.quick else 2**20 if request.on_gpu else 2**12
     runs = [str(depth // every) for every in (2, 4, 8, 16, 32) if every < depth]
 
