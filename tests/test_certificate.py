@@ -239,7 +239,7 @@ def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [slow(False), True])
 @pytest.mark.parametrize(
     ("factor", "depth", "carry", "output", "place"),
     [
@@ -275,7 +275,7 @@ def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place,
         assert error(gradient, truth) <= bound
 
 
-@pytest.mark.parametrize("used", ["unused", "all"])
+@pytest.mark.parametrize("used", [slow("unused"), "all"])
 def test_outputs_of_an_inner_scan_handed_on(used):
     def loss(ws, x):
         def layer(x, w):
