@@ -3,7 +3,7 @@
 - **variance**: ‖ĝ − g‖² / ‖g‖² on average over keys, for the method that takes one. The others are run
   again in `growth`, and have to give the same bits.
 - **forward**: a network with a layer that has no reverse mode, a loop that runs until its data says so.
-  Forward methods differentiate it; whoever goes backwards anywhere cannot.
+  Forward methods differentiate it; methods with a reverse pass cannot.
 - **submersive**: a network that is submersive and not invertible, from 16 features to 4 with |x|.
   Either the gradient is exact, or the method refuses. Moonwalk has to walk through it, and not to
   recompute.

@@ -2,8 +2,8 @@
 
 A step is a pure function of the state and its number: the batch and the keys of the augmentation follow
 from (seed, number). A step whose loss or gradients are not finite, or whose certificate exceeds the
-tolerance, leaves the state as it was, and so do the steps after it in the same program: whoever looks at
-the metrics afterwards can go on from there.
+tolerance, leaves the state as it was, and so do the steps after it in the same program: a caller that
+looks at the metrics afterwards can go on from there.
 """
 
 from __future__ import annotations
