@@ -14,8 +14,8 @@ from ..network.cutting import Network, Node
 from ..segments.costs import NodeCost
 from ..segments.scan_step import ScanStep
 from ..segments.store import store_or_recompute
-from ..segments.sweep import SweepExecutor, find_seeds
-from ..segments.walk import ForkStep, Step, WalkExecutor
+from ..segments.sweep import SweepExecutor, find_seeds, obstacles
+from ..segments.walk import WalkExecutor
 from ..trace import graph
 from . import cotangents, moonwalk, timeline
 from .cotangents import GainTable, Options
@@ -45,8 +45,7 @@ def choose(
 
     def walk_over(start: int, stop: int) -> tuple[WalkExecutor, dict[int, str]]:
         walk, _ = cotangents.plan_walk(network, start, stop, options, table=table, envs=envs)
-        found = {i: _obstacle(s) for i, s in enumerate(walk.steps) if i < walk.end or s.is_stem}
-        return walk, {i: why for i, why in found.items() if why is not None}
+        return walk, obstacles(walk)
 
     stop = n
     whole, bad = walk_over(0, n)
@@ -86,37 +85,6 @@ def choose(
     head = store_or_recompute(network, stop, n) if stop < n else None
     sweep = SweepExecutor(network, walk, stem, head, method.chunk, method.per_example)
     return Choice([sweep], 0, timeline.peak(network, [sweep], costs))
-
-
-def _obstacle(step: Step) -> str | None:
-    """Why a sweep cannot go through a step without Phase II."""
-    if isinstance(step, ForkStep):
-        if step.kept_copies:
-            return "a state with several readers: the cotangent of one of them must be kept"
-        return None
-    if isinstance(step, ScanStep):
-        if step.source == "none":
-            return None
-        if step.period is not None:
-            return f"error would exceed the tolerance after {step.period} of {step.length} layers"
-        if step.body.active_ys or step.inner_in_back:
-            return "its outputs' cotangents, or its layers' own stems, need a reverse pass"
-        for inner in step.walk.steps:
-            why = _obstacle(inner)
-            if isinstance(inner, ScanStep) and inner.seeded and inner.source != "none":
-                why = "it starts from data in every layer, and that cotangent needs a reverse pass"
-            if why is not None:
-                return f"in its body, {inner.node.describe()}: {why}"
-        return None
-    if step.is_stem and step.node.is_scan:
-        return "a scan that reads no state is differentiated as a whole, which keeps every layer"
-    if step.is_stem or step.node.is_aside:
-        return None
-    if step.node.calls_once:
-        return "something inside it calls back to the host, which must happen once"
-    if not step.block.inputs and step.source == "anchor":
-        return "it starts a way of its own, whose cotangent would be kept in a reverse pass"
-    return step.reason if step.source in ("anchor", "given") else None
 
 
 _WAYS_OUT = (

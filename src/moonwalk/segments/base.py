@@ -215,6 +215,11 @@ def check_in_a_row(segments: Sequence[Segment], start: int, stop: int) -> None:
     """
     place = start
     for segment in segments:
+        if not isinstance(segment, Segment):
+            raise PlanMismatchError(
+                f"method=: {segment!r} among the plan's segments is no segment. Make the plan anew with "
+                "moonwalk.plan(fun, *args), or mend it."
+            )
         if segment.start != place or segment.stop < place + (start < stop):
             break
         place = segment.stop

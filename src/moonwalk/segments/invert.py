@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _jax
+from ..errors import PlanMismatchError
 from ..execute import certificate
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured, Place
@@ -39,6 +40,7 @@ from ..rules.registry import Rule, State, Verdict
 from ..trace.graph import Block
 from ..trace.linearity import is_linear
 from .base import Facts, Offer, Proposer, Realised, Row, Segment, line_of
+from .checks import check_limit
 from .codec import in_plans
 from .costs import NodeCost, full_residual, node_costs
 from .layers import LayerGradients, ScanLayers, body_of
@@ -348,6 +350,15 @@ class Invert(Segment):
     limit: float = math.inf  # how far from the state at the start the inverses may arrive
 
     def bind(self, network: Network) -> InvertExecutor:
+        check_limit("Invert", self.limit)
+        nodes = network.nodes[self.start : self.stop]
+        rigid = [n for n in nodes if inverted(n, network, derived=self.derived) is None]
+        if rigid:
+            raise PlanMismatchError(
+                f"method=: Invert(start={self.start}, stop={self.stop}) in the plan holds "
+                f"{rigid[0].describe()}, which has no inverse. Make the plan anew with "
+                "moonwalk.plan(fun, *args), or mend it."
+            )
         bound = InvertExecutor(network, self.start, self.stop, derived=self.derived)
         bound.hold_to(self.limit)
         return bound

@@ -11,6 +11,7 @@ be tiled in turn (`Checkpoint("recursive")`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,8 @@ from ..execute.residuals import nbytes
 from ..execute.scale import Cotangents, shifted
 from ..execute.sinks import GradientSink
 from ..network.cutting import Network
-from .base import Facts, Row, Segment
+from ..settings import is_count
+from .base import Facts, Row, Segment, check_in_a_row
 from .codec import in_plans
 from .costs import NodeCost
 from .layers import LayerGradients
@@ -61,12 +63,14 @@ class Loop(Segment):
                 f"method=: Loop(start={self.start}, stop={self.stop}) is for one scan, and these nodes "
                 f"are {found}. Make the plan anew with moonwalk.plan(fun, *args)."
             )
-        wanted = "one length" if self.walk is not None else "lengths"
-        if not self.tile or min(self.tile) < 1 or (self.walk is not None and len(self.tile) > 1):
+        wanted, most = ("lengths", math.inf) if self.walk is None else ("one length", 1)
+        if not 1 <= len(self.tile) <= most or not all(map(is_count, self.tile)):
             raise PlanMismatchError(
                 f"method=: Loop(tile={self.tile}) needs {wanted} of at least one layer, the longest "
                 "first; for a scan in one piece take Store or Walk."
             )
+        if self.walk is not None:
+            check_in_a_row([self.walk], self.start, self.stop)
 
 
 class TiledExecutor(StoreExecutor):

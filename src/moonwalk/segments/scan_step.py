@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import _jax
 from .._jax import Literal
+from ..errors import PlanMismatchError
 from ..execute import certificate
 from ..execute.barriers import Env
 from ..execute.certificate import Measured, Worst
@@ -32,6 +33,7 @@ from ..rules.fragments import Place
 from ..rules.registry import Alarm
 from ..trace import graph
 from .base import Row, line_of
+from .checks import check_sources
 from .costs import NodeCost, node_costs
 from .layers import LayerGradients, Operands, ScanLayers, body_of, costly_inside
 from .sources import Layers, Source
@@ -528,9 +530,15 @@ def bind_scan(node: Node, network: Network, source: Layers, in_loop: bool = Fals
     """A scan as a step of a walk."""
     del in_loop
     body = body_of(node, network)
-    assert isinstance(body, Body), body
+    if not isinstance(body, Body):
+        raise PlanMismatchError(
+            f"method=: the plan walks {node.describe()} layer by layer, and {body}. Make the plan anew "
+            "with moonwalk.plan(fun, *args), or mend it."
+        )
+    carried, ys = body.outputs
+    given = frozenset(ys)
+    check_sources(body.network.nodes, source.body, given, carried if source.needed else ())
     steps = bind_steps(body.network, 0, len(body.network.nodes), source.body, in_loop=True)
-    given = frozenset(body.outputs[1])
     walk = WalkExecutor(body.network, 0, len(steps), steps, given, source.growth)
     return make_scan_step(node, network, body, walk, source)
 

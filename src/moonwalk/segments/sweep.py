@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._jax import Literal
+from ..errors import PlanMismatchError
 from ..execute import seeds
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured, Place
@@ -29,12 +30,14 @@ from ..execute.scale import Cotangents
 from ..execute.sinks import GradientSink
 from ..network.cutting import Network, Node
 from ..rules.registry import Alarm
+from ..settings import is_count
 from ..trace import graph
-from .base import Executor, Facts, Row, Segment
+from .base import Executor, Facts, Row, Segment, check_in_a_row
+from .checks import check_limit
 from .codec import in_plans
 from .costs import NodeCost
 from .scan_step import ScanStep
-from .walk import Walk, WalkExecutor
+from .walk import ForkStep, Step, Walk, WalkExecutor
 
 DIRECTIONS = 4  # in which the end of a sweep is compared with the loss's own derivative
 
@@ -52,9 +55,62 @@ class Sweep(Segment):
     limit: float = math.inf  # how far the closure may be off
 
     def bind(self, network: Network) -> SweepExecutor:
+        check_limit("Sweep", self.limit)
+        parts: list[Segment] = [s for s in (self.stem, self.walk, self.head) if s is not None]
+        for row in ([self], parts):
+            check_in_a_row(row, 0, len(network.nodes))
+        if not is_count(self.chunk):
+            raise PlanMismatchError(
+                f"method=: Sweep(chunk={self.chunk}) in the plan runs no JVPs: it is a whole number, at "
+                "least 1. Make the plan anew with moonwalk.plan(fun, *args), or mend it."
+            )
         stem, head = (None if s is None else s.bind(network) for s in (self.stem, self.head))
-        parts = (self.walk.bind(network), stem, head)
-        return SweepExecutor(network, *parts, self.chunk, self.per_example, self.limit)
+        walk = self.walk.bind(network)
+        for i, why in obstacles(walk).items():
+            raise PlanMismatchError(
+                f"method=: the plan's Sweep cannot go through {walk.steps[i].node.describe()}: {why}. "
+                "Make the plan anew with moonwalk.plan(fun, *args), or mend it."
+            )
+        return SweepExecutor(network, walk, stem, head, self.chunk, self.per_example, self.limit)
+
+
+def obstacles(walk: WalkExecutor) -> dict[int, str]:
+    """Of the steps that a sweep cannot go through without Phase II: why."""
+    found = {i: _obstacle(s) for i, s in enumerate(walk.steps) if i < walk.end or s.is_stem}
+    return {i: why for i, why in found.items() if why is not None}
+
+
+def _obstacle(step: Step) -> str | None:
+    """Why a sweep cannot go through a step."""
+    if isinstance(step, ForkStep):
+        if step.kept_copies:
+            return "a state with several readers: the cotangent of one of them must be kept"
+        return None
+    if isinstance(step, ScanStep):
+        if step.source == "none":
+            return None
+        if step.period is not None:
+            return f"error would exceed the tolerance after {step.period} of {step.length} layers"
+        if step.body.active_ys or step.inner_in_back:
+            return "its outputs' cotangents, or its layers' own stems, need a reverse pass"
+        for inner in step.walk.steps:
+            why = _obstacle(inner)
+            if isinstance(inner, ScanStep) and inner.seeded and inner.source != "none":
+                why = "it starts from data in every layer, and that cotangent needs a reverse pass"
+            if why is not None:
+                return f"in its body, {inner.node.describe()}: {why}"
+        return None
+    if step.is_stem and step.node.is_scan:
+        return "a scan that reads no state is differentiated as a whole, which keeps every layer"
+    if step.is_stem or step.node.is_aside:
+        return None
+    if step.node.calls_once:
+        return "something inside it calls back to the host, which must happen once"
+    if not step.block.inputs and step.source == "anchor":
+        return "it starts a way of its own, whose cotangent would be kept in a reverse pass"
+    if step.source in ("anchor", "given"):
+        return step.reason or "an anchor there would be kept in a reverse pass, and a sweep has none"
+    return None
 
 
 class Seed(NamedTuple):

@@ -39,6 +39,7 @@ from ..rules.fragments import Ask, FragmentRule, Place
 from ..rules.registry import Alarm, Gain, Verdict
 from ..trace.graph import Block
 from .base import Executor, Facts, Row, Segment, format_bytes, line_of
+from .checks import check_limit, check_sources
 from .codec import in_plans
 from .costs import NodeCost
 from .sources import Anchor, Copies, Given, Restored, Source, Unneeded, Vijp
@@ -61,6 +62,8 @@ class Walk(Segment):
     limit: float = math.inf  # how large its certificate may be
 
     def bind(self, network: Network) -> WalkExecutor:
+        check_limit("Walk", self.limit)
+        check_sources(network.nodes[self.start : self.stop], self.sources)
         steps = bind_steps(network, self.start, self.stop, self.sources)
         walk = WalkExecutor(network, self.start, self.stop, steps, growth=self.growth)
         walk.recomputed = self.rerun
