@@ -487,6 +487,7 @@ _INTERNAL = (
 )
 
 
+@functools.cache
 def _is_internal(file_name: str) -> bool:
     return any(part in file_name for part in _INTERNAL)
 

@@ -14,6 +14,7 @@ what that reader says.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -210,6 +211,11 @@ class Network:
             "moving" if v not in self.fixed else "weight" if v in self.on_weights else "data"
             for v in variables
         ]
+
+    @cached_property
+    def uses(self) -> Counter[Node]:
+        """Of each model: how many nodes compute the same."""
+        return Counter(n.model for n in self.nodes)
 
     @cached_property
     def wanted_weights(self) -> tuple[Any, ...]:

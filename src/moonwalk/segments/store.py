@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -397,7 +397,8 @@ class Piece:
     """Consecutive nodes of a stretch that are differentiated by one call of `jax.vjp`."""
 
     def __init__(self, stretch: PlainStretch, places: range):
-        self.places, self.network, self.tile = places, stretch.network, stretch.tile
+        self.places, self.stretch = places, stretch
+        self.network, self.tile = stretch.network, stretch.tile
         self.nodes = nodes = [stretch.nodes[i] for i in places]
         self.is_heavy = any(n.is_heavy for n in nodes)
         made = dict.fromkeys(v for n in nodes for v in (*n.block.outputs, *n.block.exports))
@@ -439,8 +440,9 @@ class Piece:
 
     def meet_equals(self) -> None:
         """Let pieces that compute the same know of each other before the first is pulled back."""
-        if self not in self.equals:
-            self.equals.append(self)
+        for piece in (self, *self.units):
+            if piece not in piece.equals:
+                piece.equals.append(piece)
 
     @property
     def model(self) -> Piece:
@@ -448,15 +450,41 @@ class Piece:
         return self.equals[0]
 
     @functools.cached_property
+    def units(self) -> list[Piece]:
+        """It in several pieces, one for each product, convolution or loop; none where it has one.
+
+        Stretches are cut where that saves memory, so that few compute the same. Their units do.
+        """
+        bounds = sorted({0, *(k for k, n in enumerate(self.nodes) if n.is_heavy), len(self.nodes)})
+        first = self.places[0]
+        places = [range(first + i, first + j) for i, j in itertools.pairwise(bounds)]
+        return [Piece(self.stretch, of) for of in places] if len(places) > 1 else []
+
+    @functools.cached_property
     def _run_jitted(self) -> Any:
-        """`_run`, without what prints, traced, differentiated and lowered once. XLA inlines it."""
-        return jax.jit(functools.partial(self._run, silent=True))
+        """`_run_staged`, traced, differentiated and lowered once. XLA inlines it."""
+        return jax.jit(self._run_staged)
+
+    def _run_staged(self, states: Any, weights: Any, others: Any) -> Any:
+        """`_run` without what prints, where a program is staged: units that compute the same share
+        theirs."""
+        if not self.units:
+            return self._run(states, weights, others, silent=True)
+        env = self._env(states, weights, others)
+        for unit in self.units:
+            of_unit = (unit.states, unit.weights, unit.others)
+            y, exports = unit.program(*([env[v] for v in of] for of in of_unit))
+            env.update(zip((*unit.outputs, *unit.exports), (*y, *exports), strict=True))
+        return self._results(env)
+
+    @property
+    def program(self) -> Callable[..., Any]:
+        """`_run_staged`, shared with the pieces that compute the same, if there are any."""
+        return self.model._run_jitted if len(self.equals) > 1 else self._run_staged
 
     def _run(self, states: Any, weights: Any, others: Any, *, silent: bool) -> Any:
         """(outputs, exports). `silent`: what prints or calls back has done so."""
-        reads = (*self.states, *self.weights, *self.others)
-        env = dict(zip(reads, (*states, *weights, *others), strict=True))
-        graph.run(self.cheap, env)
+        env = self._env(states, weights, others)
         for node, again in zip(self.nodes, self.again, strict=True):
             if silent and node.is_silent:
                 continue
@@ -471,15 +499,24 @@ class Piece:
             else:
                 values = block.values(made, x, operands)
             env.update(zip(made, values, strict=True))
+        return self._results(env)
+
+    def _env(self, states: Any, weights: Any, others: Any) -> Env:
+        reads = (*self.states, *self.weights, *self.others)
+        env = dict(zip(reads, (*states, *weights, *others), strict=True))
+        graph.run(self.cheap, env)
+        return env
+
+    def _results(self, env: Env) -> tuple[list[Any], list[Any]]:
         return [env[v] for v in self.outputs], [env[v] for v in self.exports]
 
     def pullback(self, fixed: Env, x: Env) -> Any:
         """JAX's own, where the nodes have run before."""
         reads = (self.states, self.weights, self.others)
         states, weights, others = ([_value(x, fixed, v) for v in of] for of in reads)
-        # Pieces that compute the same share a program; not eagerly, where every call would compile it.
-        shares = len(self.equals) > 1 and _jax.is_staged(states, weights, others)
-        run = self.model._run_jitted if shares else functools.partial(self._run, silent=True)
+        # Eagerly, every call of a shared program would compile it.
+        staged = _jax.is_staged(states, weights, others)
+        run = self.program if staged else functools.partial(self._run, silent=True)
         y, pullback, exports = _vjp(run, states, weights, others)
         x.update(zip((*self.outputs, *self.exports), (*y, *exports), strict=True))
         return pullback

@@ -31,12 +31,22 @@ from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
 from ..execute.precision import PRODUCTS, as_cotangent, is_narrow, precise, widened
 from ..execute.residuals import Residual, nbytes
-from ..execute.scale import Cotangents, Exponent, difference, exponent_for, largest, shifted, sum_of
+from ..execute.scale import (
+    Cotangents,
+    Exponent,
+    difference,
+    exponent_for,
+    is_none,
+    largest,
+    shifted,
+    sum_of,
+)
+from ..execute.shared import Shared
 from ..execute.sinks import Gradients, GradientSink
 from ..network.cutting import Network, Node, find_rule
 from ..rules import chain, fragments
 from ..rules.fragments import Ask, FragmentRule, Place
-from ..rules.registry import Alarm, Gain, Verdict
+from ..rules.registry import Alarm, Gain, Rule, Verdict
 from ..trace.graph import Block
 from .base import Executor, Facts, Row, Segment, format_bytes, line_of
 from .checks import check_limit, check_sources
@@ -404,7 +414,7 @@ class BlockStep(Step):
     def places(self, limit: float) -> list[certificate.Place]:
         return [] if self.probed_outside else self.declared_places
 
-    @property
+    @functools.cached_property
     def declared_places(self) -> list[certificate.Place]:
         """Weights that the vijp takes to have a structure, and how far they may be from it."""
         rule = self.node.rule
@@ -416,13 +426,12 @@ class BlockStep(Step):
 
     def probe(self, env: Env) -> list[Measured]:
         """How far they are from it, by a few random vectors."""
-        rule, places = self.node.rule, self.declared_places
+        places = self.declared_places
         if not places:
             return []
-        assert rule is not None
         operands = self._operands_of_rule(env)
         assert operands is not None
-        errors = rule.probe(self.inner, operands)
+        errors = self._program("probe")(operands)
         return [Measured(e, place) for e, place in zip(errors, places, strict=True)]
 
     def prepare(self, fixed: Env) -> Any:
@@ -430,10 +439,8 @@ class BlockStep(Step):
 
     def _prepare(self, env: Env) -> Any:
         """Factors, or None where an operand is not at hand."""
-        rule = self.node.rule
-        assert rule is not None
         operands = self._operands_of_rule(env)
-        return None if operands is None else rule.prepare(self.inner, operands)
+        return None if operands is None else self._program("prepare")(operands)
 
     def _operands_of_rule(self, env: Env) -> list[Any] | None:
         """Values of the operands that the rule reads, or None where one is not at hand."""
@@ -449,7 +456,7 @@ class BlockStep(Step):
     def keep(self, fixed: Env, x: Env, *, again: bool = False) -> Any:
         block, operands = self.block, self.operands(x, fixed)
         state = [x[v] for v in block.inputs]
-        y, kept = self.residual.forward(state, operands)
+        y, kept = self._program("forward")(state, operands)
         x.update(zip(block.outputs, y, strict=True))
         if block.exports:
             x.update(zip(block.exports, block.values(block.exports, state, operands), strict=True))
@@ -465,14 +472,16 @@ class BlockStep(Step):
         if not block.inputs:  # it reads what only a forward pass has: its gradient waits for the sweep
             return memo
         operands = self.operands({}, fixed)
-        ours, pullback = self.residual.restore(kept, operands)
-        wide = tuple(a.astype(v.aval.dtype) for a, v in zip(arriving, self.wider.outputs, strict=True))
         if self.source == "fragment":
             rule = self.node.rule
             assert isinstance(rule, FragmentRule)
+            ours, pullback = self.residual.restore(kept, operands)
+            wide = self.linearised.widened(arriving)
             factors = self._prepare(fixed) if rule.reads_factors else None
             memo = rule.fragment(self.inner, factors, ours, wide, self._place(fixed))
-        leaving = (ours if pullback is None else pullback)(wide)
+            leaving = (ours if pullback is None else pullback)(wide)
+        else:
+            leaving = self._program("pull_back")(kept, operands, arriving)
         for v, a in zip(block.inputs, leaving, strict=True):
             h.put(v, as_cotangent(v, a), scale.at)
         return memo
@@ -496,7 +505,7 @@ class BlockStep(Step):
             errors = [] if self.probed_outside else self.probe({**fixed, **x})
             rule = self.node.rule
             assert rule is not None
-            ours, _ = self.residual.restore(kept, self.operands({}, fixed))
+            operands = self.operands({}, fixed)
             factors = self._prepare({**fixed, **x}) if factors is None else factors
             for v in self.through:
                 h.move(v, scale.at)
@@ -504,6 +513,7 @@ class BlockStep(Step):
                 h[v].astype(t.aval.dtype) for v, t in zip(self.through, self.inner.inputs, strict=True)
             ]
             if isinstance(rule, FragmentRule) and self.source == "fragment":
+                ours, _ = self.residual.restore(kept, operands)
                 place = self._place(fixed)
                 if not self.looped:
                     # What needs no h XLA would make for all blocks at once, as early as it can.
@@ -512,7 +522,7 @@ class BlockStep(Step):
                     memo, wide, factors = box
                 leaving = rule.restore(self.inner, factors, ours, memo, tuple(wide), place)
             else:
-                leaving = rule.vijp(self.inner, factors, ours, tuple(wide))
+                leaving = self._program("recover")(kept, operands, factors, tuple(wide))
         elif self.source == "given":
             for v in block.outputs:
                 h.move(v, scale.at)
@@ -538,12 +548,87 @@ class BlockStep(Step):
         shown = (*block.outputs, *block.exports)
         if h is None:
             return block.values(shown, state, [operands[v] for v in block.operands]), {}
+        exponent = sum_of(fixed.get(EXPONENT, 0), exponent)
+        # What is None is no argument of a program; the number 0 would be one.
+        by = None if is_none(exponent) else exponent
+        y, found = self._program("gradients")(state, [operands[v] for v in block.operands], h, by)
+        return y, dict(zip(weights, found, strict=True))
+
+    def _program(self, name: str) -> Callable[..., Any]:
+        """One of the functions of `Linearised`, shared with the blocks that compute the same."""
+        shares = not (self.looped or self.node.effects) and self.network.uses[self.node.model] > 1
+        return self.linearised.shared(name) if shares else getattr(self.linearised, name)
+
+
+class Linearised:
+    """What a walk needs of a block, derived once for all blocks that compute the same.
+
+    Its functions are of arrays alone, so that these blocks can share them as programs. The residual
+    takes a trace, and is made when it is asked for: a fragment that keeps too much is not.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        rule: Rule | None,
+        wider: Block,
+        inner: Block,
+        trace: Callable[[], Residual],
+    ):
+        self.node, self._rule = node, rule
+        self.wider, self.inner, self._trace = wider, inner, trace
+        self.fragment_sizes: dict[Any, int] = {}  # by where their grid lies
+        self._shared: dict[str, Shared] = {}
+
+    @functools.cached_property
+    def residual(self) -> Residual:
+        return self._trace()
+
+    @property
+    def rule(self) -> Rule:
+        assert self._rule is not None
+        return self._rule
+
+    def shared(self, name: str) -> Shared:
+        """One of the functions below, as a program."""
+        if name not in self._shared:
+            self._shared[name] = Shared(getattr(self, name))
+        return self._shared[name]
+
+    def forward(self, x: Sequence[Any], operands: Sequence[Any]) -> Any:
+        """Phase I: (outputs, what is kept)."""
+        return self.residual.forward(x, operands)
+
+    def pull_back(self, kept: Any, operands: Sequence[Any], h: Sequence[Any]) -> Any:
+        """Phase II: the inputs' cotangents, from the outputs'."""
+        ours, pullback = self.residual.restore(kept, operands)
+        return (ours if pullback is None else pullback)(self.widened(h))
+
+    def prepare(self, operands: Sequence[Any]) -> Any:
+        """Factors of the vijp. `operands`: those that the rule reads."""
+        return self.rule.prepare(self.inner, operands)
+
+    def probe(self, operands: Sequence[Any]) -> list[Any]:
+        """How far declared weights are from their structure."""
+        return self.rule.probe(self.inner, operands)
+
+    def recover(self, kept: Any, operands: Sequence[Any], factors: Any, h: Sequence[Any]) -> Any:
+        """Phase III: the outputs' cotangents, from the inputs'."""
+        ours, _ = self.residual.restore(kept, operands)
+        return self.rule.vijp(self.inner, factors, ours, tuple(h))
+
+    def gradients(
+        self, x: Sequence[Any], operands: Sequence[Any], h: Sequence[Any], exponent: Any
+    ) -> tuple[Any, list[Any]]:
+        """(outputs and exports, gradients of the weights) where h, with its exponent, is of the outputs.
+
+        `exponent`: None where nothing was rescaled.
+        """
+        block = self.node.block
         # The user's own precision: a gradient is one product away from its cotangent.
         wider = self.wider if is_narrow(block) else block
-        at = [block.operands.index(v) for v in weights]
-        values = _cast(
-            (*wider.inputs, *wider.operands), (*state, *(operands[v] for v in block.operands))
-        )
+        at = [block.operands.index(v) for v in self.node.weights]
+        values = _cast((*wider.inputs, *wider.operands), (*x, *operands))
 
         def run(*new: Any) -> Any:
             values.update(zip((wider.operands[i] for i in at), new, strict=True))
@@ -555,31 +640,19 @@ class BlockStep(Step):
             return out[: len(block.outputs)], out[len(block.outputs) :]
 
         y, pullback, exports = jax.vjp(run, *(values[wider.operands[i]] for i in at), has_aux=True)
-        exponent = sum_of(fixed.get(EXPONENT, 0), exponent)
         arriving = tuple(a.astype(v.aval.dtype) for a, v in zip(h, wider.outputs, strict=True))
-        found = {
-            v: shifted(g, exponent).astype(v.aval.dtype)
-            for v, g in zip(weights, pullback(arriving), strict=True)
-        }
+        found = [
+            shifted(g, 0 if exponent is None else exponent).astype(v.aval.dtype)
+            for v, g in zip(self.node.weights, pullback(arriving), strict=True)
+        ]
         out = (*y, *exports)
         if wider is not block:
-            out = block.values(shown, state, [operands[v] for v in block.operands])
+            out = block.values((*block.outputs, *block.exports), x, operands)
         return out, found
 
-
-class Linearised:
-    """What a walk needs of a block, derived once for all blocks that compute the same.
-
-    The residual takes a trace, and is made when it is asked for: a fragment that keeps too much is not.
-    """
-
-    def __init__(self, wider: Block, inner: Block, trace: Callable[[], Residual]):
-        self.wider, self.inner, self._trace = wider, inner, trace
-        self.fragment_sizes: dict[Any, int] = {}  # by where their grid lies
-
-    @functools.cached_property
-    def residual(self) -> Residual:
-        return self._trace()
+    def widened(self, h: Sequence[Any]) -> tuple[Any, ...]:
+        """Cotangents of the outputs, as precise as they are pulled back."""
+        return tuple(a.astype(v.aval.dtype) for a, v in zip(h, self.wider.outputs, strict=True))
 
 
 def _linearised(
@@ -615,7 +688,7 @@ def _linearised(
 
     kinds = network.kinds(block.operands)
     trace = functools.partial(Residual, linearize, x, operands, kinds, rerun=not node.effects)
-    return Linearised(wider, inner, trace)
+    return Linearised(node.model, rule, wider, inner, trace)
 
 
 def rule_through(node: Node, network: Network, through: Sequence[Any]) -> tuple[Any, Verdict, Block]:
@@ -964,7 +1037,7 @@ class WalkExecutor(Executor):
         """How far it moves grids of spans, from its start to its end."""
         return tuple(sum(m) for m in zip((0, 0, 0), *(s.moves for s in self.steps), strict=True))
 
-    @property
+    @functools.cached_property
     def has_difference(self) -> bool:
         """Whether a cotangent is computed as a difference somewhere, which may cancel."""
         return any(s.has_difference for s in self.steps[: self.end])
