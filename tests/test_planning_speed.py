@@ -1,5 +1,8 @@
 """Planning traces every distinct block once, however many there are; held by counting, not by timing."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,8 @@ import pytest
 
 import moonwalk as mw
 from moonwalk import _jax
-from moonwalk.execute import residuals
-from moonwalk.segments import store, walk
+from moonwalk.execute import residuals, shared
+from moonwalk.segments import linearised, steps, store
 from moonwalk.trace import facts, fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
@@ -71,8 +74,8 @@ def test_a_given_plan_traces_what_runs_and_no_more(monkeypatch):
 
 def test_a_walk_is_linearised_once_for_blocks_that_compute_the_same(monkeypatch):
     """Many walks are planned over the same nodes, each with rules of its own for some of them."""
-    linearised, own = [], walk._linearised
-    monkeypatch.setattr(walk, "_linearised", lambda *args: linearised.append(args) or own(*args))
+    made, own = [], steps.linearised
+    monkeypatch.setattr(steps, "linearised", lambda *args: made.append(args) or own(*args))
 
     def normalised(params, x):
         for w in params:
@@ -80,9 +83,9 @@ def test_a_walk_is_linearised_once_for_blocks_that_compute_the_same(monkeypatch)
         return jnp.mean(x**2)
 
     def count(depth):
-        linearised.clear()
+        made.clear()
         mw.plan(normalised, [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * depth, types(1)[1])
-        return len(linearised)
+        return len(made)
 
     few, many = count(6), count(18)
     assert many <= few + 2, (few, many)
@@ -153,3 +156,97 @@ def test_calls_with_different_derivatives_are_different(kind):
 
     assert call(1.0, 0) == call(1.0, 0)
     assert len({call(1.0, 0), call(2.0, 0), call(1.0, 1)}) == 3
+
+
+def walked_network(params, x):
+    for w in params:
+        x = jnp.abs(x @ mw.declare(w, "orthogonal"))
+    return jnp.mean(x**2)
+
+
+def orthogonal(depth, width=WIDTH):
+    drawn = np.random.default_rng(0).normal(size=(depth, width, width))
+    return [jnp.asarray(np.linalg.qr(w)[0], jnp.float32) for w in drawn]
+
+
+def test_walked_blocks_that_compute_the_same_share_programs(monkeypatch):
+    """The same for a walk: each phase of a distinct block is traced once, and lowered once."""
+    traced = []
+    for name in ("forward", "pull_back", "prepare", "probe", "recover", "gradients"):
+        own = getattr(linearised.Linearised, name)
+
+        def spied(self, *args, own=own, name=name):
+            if jax.tree.leaves(args):  # |x| has no operands to prepare anything of
+                traced.append(name)
+            return own(self, *args)
+
+        monkeypatch.setattr(linearised.Linearised, name, spied)
+    fun = mw.value_and_grad(walked_network, method=mw.Moonwalk(walk="always"))
+
+    def count(depth):
+        traced.clear()
+        args = orthogonal(depth), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+        text = jax.jit(fun).lower(*args).as_text()
+        return len(traced), text.count("stablehlo.dot_general")
+
+    (few_traces, few), (many_traces, many) = count(8), count(24)
+    assert "probe" in traced and "recover" in traced
+    assert (many_traces, many) == (few_traces, few)
+
+
+def test_stretches_that_differ_share_units(monkeypatch):
+    """Stretches of two and of three equal layers are different, and made of the same layers."""
+    runs, own = [], store.Piece._run
+
+    def spied(self, *args, **kwargs):
+        runs.append(len(self.nodes))
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(store.Piece, "_run", spied)
+    args = types(10)
+    count = len(mw.plan(residual_network, *args, method=mw.Checkpoint("block")).nodes)
+    every = count // 10
+    bounds = [0, 2 * every, 5 * every, 8 * every, count]
+    made = mw.plan(residual_network, *args, method=mw.Checkpoint("block"))
+    segments = tuple(store.Recompute(i, j) for i, j in itertools.pairwise(bounds))
+    plan = dataclasses.replace(made, segments=segments)
+    fun = mw.value_and_grad(residual_network, method=plan)
+    jax.jit(fun).trace(*args)
+    # Two products a layer: the first and the last layer have units of their own, those between share.
+    assert len(runs) <= 8, runs
+    params, x = jax.tree.map(lambda s: jnp.full(s.shape, 0.1, s.dtype), args)
+    expected = jax.value_and_grad(residual_network)(params, x)
+    for found in (fun(params, x), jax.jit(fun)(params, x)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+def test_a_shared_function_hands_through_what_it_is_given():
+    """Arguments and doubles come out as the very same tracers, and are no results of the call."""
+
+    def fun(x, options):
+        y = jnp.sin(x)
+        return {"x": x, "y": y, "again": y, "none": options["none"], "sum": y + options["by"]}
+
+    both = shared.Shared(fun)
+
+    @jax.jit
+    def run(x, by):
+        outs = [both(x, {"none": None, "by": by}), both(by, {"none": None, "by": x})]
+        for out, own in zip(outs, (x, by), strict=True):
+            assert out["x"] is own and out["y"] is out["again"] and out["none"] is None
+        return outs
+
+    x, by = jnp.arange(3.0), jnp.ones(3)
+    for found, args in zip(run(x, by), ((x, by), (by, x)), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, fun(args[0], {"none": None, "by": args[1]}))
+    text = jax.jit(run).lower(x, by).as_text()
+    assert text.count("stablehlo.sine") == 1
+
+
+def test_a_shared_function_takes_other_types_and_runs_eagerly():
+    calls = []
+    double = shared.Shared(lambda x: calls.append(x.dtype) or (2 * x, x))
+    for x in (jnp.ones(2), jnp.ones(3), jnp.arange(3)):
+        np.testing.assert_array_equal(jax.jit(lambda x: double(x))(x)[0], 2 * x)
+        assert double(x)[1] is x  # nothing is staged
+    assert len(calls) == 6

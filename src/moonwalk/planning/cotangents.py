@@ -25,17 +25,11 @@ from ..rules import fragments
 from ..rules.fragments import Ask, Fragment, FragmentRule
 from ..rules.registry import Gain
 from ..segments.layers import body_of
+from ..segments.linearised import restricted, rule_through
 from ..segments.scan_step import ScanStep, make_scan_step
 from ..segments.sources import Anchor, Copies, Given, Layers, Restored, Source, Unneeded, Vijp
-from ..segments.walk import (
-    WALKED,
-    BlockStep,
-    Step,
-    WalkExecutor,
-    bind_steps,
-    restricted,
-    rule_through,
-)
+from ..segments.steps import WALKED, BlockStep, Step, bind_steps
+from ..segments.walk import WalkExecutor
 from ..trace import graph
 
 # A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a

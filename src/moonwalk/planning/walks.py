@@ -12,7 +12,8 @@ from ..network.cutting import Network
 from ..segments.base import Offer, Priced, Proposer, Realised
 from ..segments.loop import TiledWalkExecutor, tile_bytes, tiled_walk
 from ..segments.scan_step import ScanStep
-from ..segments.walk import Step, WalkExecutor
+from ..segments.steps import Step
+from ..segments.walk import WalkExecutor
 from .cotangents import GainTable, Growth, Options, evenly, least_bytes, period_for, plan_walk
 from .plain import Stretches
 

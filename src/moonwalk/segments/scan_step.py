@@ -37,18 +37,8 @@ from .checks import check_sources
 from .costs import NodeCost, node_costs
 from .layers import LayerGradients, Operands, ScanLayers, body_of, costly_inside
 from .sources import Layers, Source
-from .walk import (
-    BINDERS,
-    EXPONENT,
-    GRID_OFFSET,
-    BlockStep,
-    Scale,
-    Step,
-    WalkExecutor,
-    bind_steps,
-    check_spacing,
-    moved,
-)
+from .steps import BINDERS, EXPONENT, GRID_OFFSET, BlockStep, Scale, Step, bind_steps, moved
+from .walk import WalkExecutor, check_spacing
 
 
 @dataclass(eq=False, repr=False)

@@ -37,7 +37,8 @@ from .checks import check_limit
 from .codec import in_plans
 from .costs import NodeCost
 from .scan_step import ScanStep
-from .walk import ForkStep, Step, Walk, WalkExecutor
+from .steps import ForkStep, Step
+from .walk import Walk, WalkExecutor
 
 DIRECTIONS = 4  # in which the end of a sweep is compared with the loss's own derivative
 
