@@ -24,8 +24,8 @@ import numpy as np
 
 MINIMUM_JAX = (0, 10, 1)
 
-# Releases that compute wrong numbers: their version, and what is known of the defect. A lower bound
-# alone would let them in, and nothing that this package does would be right on them.
+# Releases that compute wrong numbers, each with what is known of the defect. A lower bound on the
+# version would admit them, and no result of this package would be right on them.
 DEFECTIVE_JAX: dict[tuple[int, ...], str] = {
     (
         0,
@@ -45,7 +45,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def refuse_unsupported_jax(version: str, jaxlib: str | None = None) -> None:
-    """Fail at import, with a sentence, rather than later, with a riddle or a wrong number."""
+    """Fail at import with a clear message, rather than later with an obscure error or a wrong number."""
     needed = ".".join(map(str, MINIMUM_JAX))
     bounds = ",".join([f">={needed}", *(f"!={'.'.join(map(str, bad))}" for bad in DEFECTIVE_JAX)])
     install = f'pip install --upgrade "jax{bounds}"'
@@ -67,7 +67,7 @@ refuse_unsupported_jax(jax.__version__, jaxlib.version.__version__)
 
 
 def barrier_options() -> dict[str, str | bool]:
-    """Compiler options without which XLA would merge Phase III with Phase I, and keep all between.
+    """Compiler options that keep XLA from merging Phase III with Phase I, and keeping all between them.
 
     XLA's CPU compiler deletes barriers in JAX 0.10; other backends and versions need nothing.
     """
@@ -80,7 +80,7 @@ _keeping_barriers = contextvars.ContextVar("keeping_barriers", default=False)
 
 @contextlib.contextmanager
 def keeping_barriers() -> Iterator[None]:
-    """What is planned and traced inside is compiled with `barrier_options`."""
+    """A context that promises to compile what is traced inside with `barrier_options`."""
     token = _keeping_barriers.set(True)
     try:
         yield
@@ -89,16 +89,16 @@ def keeping_barriers() -> Iterator[None]:
 
 
 def compiled(jitted: Any, *args: Any, **options: str | bool) -> Any:
-    """A program of a jitted function for arguments, or types, like these, with its barriers."""
+    """A jitted function compiled for these arguments, or types, with its barriers kept."""
     with keeping_barriers():
         lowered = jitted.lower(*args)
     return lowered.compile(compiler_options=(barrier_options() | options) or None)
 
 
 def deleted_barriers() -> str | None:
-    """What to say of a plan that relies on barriers, where programs are compiled without them.
+    """The warning for a plan that relies on barriers, if the compiler deletes them.
 
-    None where they stay: by version, by backend, by `keeping_barriers`, or by XLA_FLAGS.
+    None if they are kept, because of the version, the backend, `keeping_barriers` or XLA_FLAGS.
     """
     options = barrier_options()
     if not options or _keeping_barriers.get() or _EXPANDER in os.environ.get("XLA_FLAGS", ""):
@@ -127,8 +127,8 @@ from jax.extend.core.primitives import (  # noqa: E402
 )
 from jax.interpreters import ad, batching, mlir  # noqa: E402
 
-# All that is looked up among what JAX has not made public, and in which of its modules. Where a version
-# keeps a name elsewhere, the library does without, and `tests/test_jax.py` says so.
+# Every private name of JAX that is used, and the module that has it. If a version of JAX lacks a name,
+# the library does without it, and `tests/test_jax.py` reports it.
 _INTERNALS: dict[str, str] = {
     "DynamicJaxprTracer": "interpreters.partial_eval",
     "eval_context": "core",
@@ -139,7 +139,7 @@ _INTERNALS: dict[str, str] = {
 
 
 def _internal(name: str) -> Any:
-    """One of `_INTERNALS`, or None where this version of JAX does not have it there."""
+    """One of `_INTERNALS`, or None if this version of JAX does not have it there."""
     try:
         return getattr(importlib.import_module(f"jax._src.{_INTERNALS[name]}"), name, None)
     except ModuleNotFoundError:
@@ -151,7 +151,7 @@ _NEWER_PRIMITIVES: dict[str, tuple[int, ...]] = {"log2": (0, 12), "one_minus_squ
 
 
 def lax_primitives(names: str) -> frozenset[Primitive]:
-    """Primitives of `jax.lax` by their names, in one string."""
+    """Primitives of `jax.lax`, given their names in one string."""
     missing = {n for n in _NEWER_PRIMITIVES if not hasattr(lax, f"{n}_p")}
     return frozenset(getattr(lax, f"{n}_p") for n in names.split() if n not in missing)
 
@@ -170,7 +170,7 @@ SAME_VALUES: frozenset[Any] = PLACING | ({pvary_p} - {None})
 if TYPE_CHECKING:
 
     class JaxprEqn:
-        """As much of an equation as this package reads (JAX's own types say less of avals)."""
+        """The part of an equation that this package reads (JAX's own types say less about avals)."""
 
         primitive: Primitive
         params: dict[str, Any]
@@ -239,10 +239,10 @@ __all__ = [
     "working_dtype",
 ]
 
-# Calls that mean nothing to differentiation: looked through. Custom derivatives are not among them.
+# Calls that do not affect differentiation, and are inlined. Custom derivatives are not among them.
 CALLS: frozenset[Primitive] = frozenset({jit_p, closed_call_p, remat_p})
 
-# Of calls with a derivative of their own: the parameters that are Python functions.
+# For calls with a custom derivative: the parameters that are Python functions.
 CUSTOM_RULES: dict[Primitive, frozenset[str]] = {
     custom_jvp_call_p: frozenset({"jvp_jaxpr_fun"}),
     custom_vjp_call_p: frozenset({"fwd_jaxpr_thunk", "bwd", "out_trees"}),
@@ -270,7 +270,7 @@ def called_jaxpr(eqn: JaxprEqn) -> tuple[Any, Sequence[Any]]:
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
-    """Every jaxpr that an equation holds: of calls, loops, branches."""
+    """Every jaxpr in an equation's parameters: of calls, loops, branches."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
     return [open_jaxpr(v)[0] for v in values if is_jaxpr(v)]
 
@@ -316,8 +316,8 @@ def literal(atom: Any) -> Any:
 def bind(eqn: JaxprEqn, args: Sequence[Any], *, as_written: bool = False) -> list[Any]:
     """Evaluate one equation, keeping its source line, its context and its custom rules.
 
-    `as_written`: a pad stays one, for a trace that is still to be cut into blocks. Inside a call the
-    value of every pad is a variable, though a literal may stand for it outside.
+    `as_written`: pads are not rewritten, for a trace that is still to be cut into blocks. (Inside a call
+    the value of every pad is a variable, even if the caller passes a literal.)
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     if eqn.primitive in _BRANCHING and not as_written:
@@ -333,8 +333,8 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], *, as_written: bool = False) -> lis
 def _pad(x: Any, value: Any, config: Any) -> Any:
     """`lax.pad` with a value that may be differentiated.
 
-    JAX's own rule fails where the value alone is (a phase that asks for weights' gradients), and finds
-    its gradient as the difference of two sums.
+    JAX's own rule fails if only the value is differentiated (in a phase that computes gradients of
+    weights), and computes its gradient as the difference of two sums.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return lax.pad(x, value, config)
@@ -346,7 +346,7 @@ _BRANCHING = frozenset({lax.cond_p, lax.scan_p, lax.while_p})
 
 
 def _with_pads_opened(value: Any) -> Any:
-    """A parameter of a loop or a branch, its pads written as `_pad` writes them."""
+    """A parameter of a loop or branch, with its pads rewritten by `_pad`."""
     if isinstance(value, tuple) and any(is_jaxpr(v) for v in value):
         return tuple(map(_with_pads_opened, value))
     return _jaxpr_with_pads_opened(value) if is_jaxpr(value) and _pads(value) else value
@@ -377,11 +377,11 @@ class CustomJvp(NamedTuple):
 
     jaxpr: Any
     consts: Sequence[Any]
-    out_zeros: tuple[bool, ...]  # of each output: whether its tangent is a symbolic zero
+    out_zeros: tuple[bool, ...]  # for each output, whether its tangent is a symbolic zero
 
 
 def custom_jvp(eqn: JaxprEqn) -> CustomJvp | None:
-    """Of a `custom_jvp` call: JAX traces it once and remembers it. None where it asks which are zero."""
+    """A `custom_jvp` call's derivative, cached by JAX; None if its rule asks which tangents are zero."""
     if eqn.primitive is not custom_jvp_call_p or eqn.params["symbolic_zeros"]:
         return None
     zeros = [False] * (len(eqn.invars) - eqn.params["num_consts"])
@@ -395,12 +395,12 @@ def _context_text(context: Any) -> str:
 
 
 def context_of(eqn: JaxprEqn) -> str:
-    """The settings under which an equation was traced (its mesh, where it is computed), to compare."""
+    """The settings under which an equation was traced (mesh, placement), as a key for comparison."""
     return _context_text(eqn.ctx)
 
 
 def source_context(eqn: JaxprEqn) -> Any:
-    """What is traced inside keeps the equation's place in the user's code.
+    """A context in which traced equations keep this equation's place in the user's code.
 
     A body that JAX traced once and cached (`jax.nn.leaky_relu`) holds no user frame of its own:
     there the surrounding context, which is the call, stays.
@@ -411,18 +411,18 @@ def source_context(eqn: JaxprEqn) -> Any:
     return _source.user_context(traceback, name_stack=stack)
 
 
-# A checkpointed region is looked through like any call, but its equations remember it: in the name
-# stack, which survives every retracing.
+# A checkpointed region is inlined like any call, but its equations are marked in the name stack,
+# which survives retracing.
 _CHECKPOINT = "moonwalk.checkpoint"
 
 
 def checkpoint_mark(eqn: JaxprEqn) -> Any:
-    """What is traced inside is marked if the equation is a `jax.checkpoint`."""
+    """A context that marks the equations traced inside if this equation is a `jax.checkpoint`."""
     return jax.named_scope(_CHECKPOINT) if eqn.primitive is remat_p else contextlib.nullcontext()
 
 
 def checkpointed_as(eqn: JaxprEqn, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in a `jax.checkpoint` like the equation's, if that is one."""
+    """The function, wrapped in a `jax.checkpoint` like the equation's if that is one."""
     if eqn.primitive is not remat_p:
         return fun
     return jax.checkpoint(fun, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
@@ -436,13 +436,13 @@ def in_checkpoint(eqn: JaxprEqn) -> bool:
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation does something besides computing: prints, calls back.
 
-    Collectives carry an effect, too, which only says that they need a named axis.
+    Collectives also have an effect, which only says that they need a named axis.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def silenced(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations without what prints or calls back, in loops and branches, too."""
+    """The equations without those that print or call back, also inside loops and branches."""
     return [e if not has_effects(e) else _quiet(e) for e in eqns if e.outvars or not has_effects(e)]
 
 
@@ -493,7 +493,7 @@ def _is_internal(file_name: str) -> bool:
 
 
 def _frames(eqn: JaxprEqn) -> list[Any]:
-    """An equation's frames outside JAX and this package, the innermost first."""
+    """An equation's stack frames outside JAX and this package, innermost first."""
     traceback = eqn.source_info.traceback
     return [f for f in traceback.frames if not _is_internal(f.file_name)] if traceback else []
 
@@ -501,9 +501,9 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 def source_line(eqn: JaxprEqn) -> str:
     """'model.py:12 (forward)', with the library line it went through where there is one.
 
-    The first frame outside JAX may lie in a layer library; the first outside site-packages is the
-    user's own. Both help, so both are given where they differ. JAX's tracebacks begin at the traced
-    function: if that is JAX's own (`vijp(jax.nn.relu, x)`), the call that is running now is the place.
+    The first frame outside JAX may be in a layer library; the first outside site-packages is the user's
+    own. Both help, so both are given if they differ. JAX's tracebacks begin at the traced function. If
+    that is JAX's own (`vijp(jax.nn.relu, x)`), the line that is currently running is given instead.
     """
     frames = _frames(eqn)
     if not frames:
@@ -552,7 +552,7 @@ def sharded_axes(aval: Any) -> tuple[int, ...]:
 
 
 def shards(aval: Any) -> tuple[int, ...]:
-    """Along each axis, into how many parts a mesh with Explicit axes divides it."""
+    """For each axis, the number of parts into which a mesh with Explicit axes divides it."""
     sharding = _explicit_sharding(aval)
     if sharding is None:
         return (1,) * aval.ndim
@@ -570,7 +570,7 @@ def explicit_sharding(aval: Any) -> Any:
 def gathered(array: Any) -> Any:
     """The array, whole on every device, where a mesh with Explicit axes divides it.
 
-    For what JAX does not do across devices: factorisations, triangular solves, diagonals.
+    Needed for what JAX does not do across devices: factorisations, triangular solves, diagonals.
     """
     if not sharded_axes(jax.typeof(array)):
         return array
@@ -594,7 +594,7 @@ def _varying_axes(aval: Any) -> frozenset[str]:
 
 
 def varying_over(array: Any, axes: Iterable[str]) -> Any:
-    """The array as one that may differ along these axes of a mesh (a type, no work)."""
+    """The array, typed as one that may differ along these axes of a mesh (no computation)."""
     missing = frozenset(axes) - _varying_axes(jax.typeof(array))
     return lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
 
@@ -606,8 +606,8 @@ def varying_zero(like: Any, dtype: Any) -> Any:
 
 
 def largest_anywhere(array: Any) -> Any:
-    """The largest of each entry over the devices that run `jax.shard_map` (with check_vma=False, where
-    types do not say what differs: over all of them)."""
+    """The maximum of each entry over the devices on which it may differ inside `jax.shard_map` (over all
+    of them with check_vma=False, where types do not say)."""
     mesh = jax.sharding.get_abstract_mesh()
     differs = _varying_axes(jax.typeof(array)) or mesh.manual_axes
     axes = tuple(a for a in mesh.axis_names if a in differs)
@@ -646,17 +646,17 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def sees_devices(primitive: Primitive) -> None:
-    """Let the lowering of a primitive know which devices the program will run on."""
+    """Tell the lowering of a primitive which devices the program will run on."""
     registered = _internal("prim_requires_devices_during_lowering")
     if registered is not None:
         registered.add(primitive)
 
 
 def on_every_device(lowering: Any, fun: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of numbers that calls back, as one that every device of the program at hand calls.
+    """A function of numbers that calls back on every device that runs the program.
 
-    `lowering`: of a primitive that `sees_devices`. None: the devices are not known, or JAX has no
-    callbacks there (`jax.shard_map` over only some axes of a mesh).
+    `lowering`: the lowering context of a primitive that `sees_devices`. Returns None if the devices are
+    not known, or if JAX has no callbacks there (`jax.shard_map` over only some axes of a mesh).
     """
     context = lowering.module_context.axis_context
     manual = getattr(context, "manual_axes", None)
@@ -677,7 +677,7 @@ def on_every_device(lowering: Any, fun: Callable[..., Any]) -> Callable[..., Any
 
 @contextlib.contextmanager
 def evaluated_now() -> Iterator[None]:
-    """What is computed inside has values at once, whatever is being traced, and belongs to no mesh.
+    """A context in which operations run at once, whatever is being traced, and outside any mesh.
 
     `jax.ensure_compile_time_eval` does not leave a `jax.shard_map` that runs eagerly.
     """
@@ -688,7 +688,7 @@ def evaluated_now() -> Iterator[None]:
 
 
 def bind_now(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation on numbers at hand, apart from the mesh that it was traced under."""
+    """Evaluate one equation on concrete numbers, outside the mesh under which it was traced."""
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -700,7 +700,7 @@ _Staged = _internal("DynamicJaxprTracer") or ()
 def is_staged(*arrays: Any) -> bool:
     """Whether the arrays belong to a program that is being staged, as by `jax.jit`.
 
-    Not under `vmap`, which may be eager, nor under a derivative.
+    `vmap`, which may be eager, and derivatives do not count.
     """
     tracers = [a for a in jax.tree.leaves(arrays) if isinstance(a, Tracer)]
     return bool(tracers) and all(isinstance(a, _Staged) for a in tracers)

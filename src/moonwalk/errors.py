@@ -1,4 +1,4 @@
-"""What Moonwalk raises. Every message says what, where and the way out."""
+"""Moonwalk's exceptions and warnings. Every message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NotSubmersiveError(MoonwalkError, TypeError):
 
 
 class NotInvertibleError(MoonwalkError, TypeError):
-    """A block whose input cannot be reconstructed from its output, met by `Reversible`."""
+    """`Reversible` met a block whose input cannot be reconstructed from its output."""
 
 
 class SingularError(MoonwalkError, ArithmeticError):
@@ -35,7 +35,7 @@ class SingularError(MoonwalkError, ArithmeticError):
 
 
 class DeclarationError(MoonwalkError, ValueError):
-    """A weight's values are not what `moonwalk.declare` said of them."""
+    """A weight's values do not have the structure that `moonwalk.declare` stated."""
 
 
 class DuplicateRuleError(MoonwalkError, ValueError):
@@ -47,23 +47,23 @@ class InexactError(MoonwalkError, ArithmeticError):
 
 
 class PlanMismatchError(MoonwalkError, ValueError):
-    """A plan was handed to a function, or to shapes, that it was not made for."""
+    """A plan was used with a function, or with shapes, that it was not made for."""
 
 
 class EffectError(MoonwalkError, ValueError):
-    """A loss calls back to the host and reads the answer, which a second forward pass would repeat."""
+    """A loss reads the answer of a host callback, which a second forward pass would call again."""
 
 
 class OptimizerError(MoonwalkError, TypeError):
-    """An optimizer whose update cannot run as gradients come."""
+    """An optimizer's update cannot be applied gradient by gradient."""
 
 
 class DataError(MoonwalkError, ValueError):
-    """A data set, or a table, that is not there, or not what its format promises."""
+    """A data set or table is missing, or does not follow its format."""
 
 
 class CheckpointError(MoonwalkError, ValueError):
-    """A folder of checkpoints that is damaged, or belongs to another run."""
+    """A folder of checkpoints is damaged, or belongs to another run."""
 
 
 class NonFiniteError(MoonwalkError, ArithmeticError):
@@ -71,7 +71,7 @@ class NonFiniteError(MoonwalkError, ArithmeticError):
 
 
 class WriteError(MoonwalkError, OSError):
-    """A file or a folder that could not be written; the message says which, and why."""
+    """A file or folder could not be written; the message says which, and why."""
 
 
 class PlanWarning(UserWarning):

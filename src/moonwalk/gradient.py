@@ -61,9 +61,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` without keeping the activations.
 
-    The gradient is the exact one, by three phases: a forward pass that keeps per block only what ∂y/∂x
+    The gradient is exact. It takes three phases: a forward pass that keeps of each block only what ∂y/∂x
     needs, a reverse pass for cotangents alone, and a forward sweep that recovers each block's cotangent
-    by vijp and hands out its parameter gradient. Blocks that cannot be walked are anchored, stored or
+    by vijp and computes its parameter gradient. Blocks that cannot be walked are anchored, stored or
     recomputed, whichever keeps less; `moonwalk.plan` says which, and why.
 
     Calling convention, results and errors are those of `jax.value_and_grad`. The function is traced, so
@@ -215,7 +215,7 @@ def check_planned(name: str, method: Any) -> Planned | Plan:
 
 
 _measured: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-# Of the code of each function that is still there: the signatures for which advice was given.
+# By the code of each function that still exists: the signatures for which advice was given.
 _advised: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -223,7 +223,7 @@ class Call:
     """One call of a differentiated function: its arguments, flattened and sorted."""
 
     aux_tree: Any = None
-    aux_static: list[Any]  # of each auxiliary leaf: None where it is an array, else (leaf,)
+    aux_static: list[Any]  # for each auxiliary leaf: None if it is an array, else (leaf,)
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class Call:
         if len(set(self.numbers)) < len(self.numbers):
             raise ValueError(f"{name}: argnums={argnums} names an argument twice")
         self.every, self.tree = jax.tree.flatten(tuple(args[i] for i in self.numbers))
-        # Of all leaves of the differentiated arguments: those that have a derivative.
+        # Those leaves of the differentiated arguments that have a derivative.
         self.has_gradient = [self._check_leaf(k, leaf) for k, leaf in enumerate(self.every)]
         self.leaves = list(itertools.compress(self.every, self.has_gradient))
         constant = (a for a, d in zip(self.every, self.has_gradient, strict=True) if not d)
@@ -261,7 +261,7 @@ class Call:
         self.others += [a for a, t in zip(flat, self.traced, strict=True) if t]
 
     def _check_leaf(self, k: int, leaf: Any) -> bool:
-        """Whether leaf k is differentiated; an error where it may not be among the arguments."""
+        """Whether leaf k is differentiated; raises an error if it may not be an argument at all."""
         dtype = getattr(leaf, "dtype", None)
         dtype = jnp.result_type(leaf) if dtype is None and _is_number(leaf) else dtype
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
@@ -277,7 +277,7 @@ class Call:
         return False
 
     def _as_jax_would(self, note: str = "") -> None:
-        """Let JAX say what is wrong."""
+        """Run JAX's own transformation, so that it raises its own error."""
         try:
             jax.value_and_grad(self.fun, self.argnums, self.has_aux, self.holomorphic, self.allow_int)(
                 *self.args, **self.kwargs
@@ -343,7 +343,7 @@ class Call:
         return self.fun(*args, **kwargs)
 
     def _roots(self) -> list[str]:
-        """'params' for every positional argument: the function's own name for it, if it has one."""
+        """For every positional argument the function's own name, such as 'params', if it has one."""
         try:
             parameters = list(inspect.signature(self.fun).parameters.values())
         except (TypeError, ValueError):
@@ -353,7 +353,7 @@ class Call:
         return [named[i] if i < len(named) else f"args[{i}]" for i in range(len(self.args))]
 
     def _names(self, *, every: bool = False) -> list[str]:
-        """'params['w']' for every differentiated leaf, or `every` leaf of the arguments."""
+        """Names such as "params['w']" for all differentiated leaves, or for `every` leaf."""
         roots = self._roots()
         names = []
         for i in self.numbers:
@@ -362,12 +362,12 @@ class Call:
         return names if every else list(itertools.compress(names, self.has_gradient))
 
     def signature(self) -> tuple[tuple[str, str], ...]:
-        """Names and types of all arrays that go in."""
+        """Names and types of all input arrays."""
         args, kwargs = jax.tree.unflatten(self.rest_tree, self.flat)
         named = list(zip(self._names(every=True), self.every, strict=True))
         for root, arg in (*zip(self._roots(), args, strict=True), *kwargs.items()):
             for path, leaf in jax.tree.flatten_with_path(arg)[0]:
-                # A Python number is one eagerly, and an array under jit.
+                # An argument may be a Python number eagerly and an array under jit.
                 if _is_array(leaf) or _is_number(leaf):
                     named.append((root + jax.tree_util.keystr(path), leaf))
         return tuple((name, _type(a)) for name, a in named)
@@ -383,7 +383,7 @@ class Call:
     ) -> tuple[Engine, Plan, loss.Staging]:
         """Trace, cut, plan unless a plan is given, and bind the plan.
 
-        `anew`: measure gains even where an earlier call has.
+        `anew`: measure gains even if an earlier call has measured them.
         """
         signature = self.signature()
         given = method if isinstance(method, Plan) else None
@@ -398,8 +398,8 @@ class Call:
         if given is not None and (given.fits(network) or given.numbers == numbers):
             described = given
         else:
-            # A Python number is part of the traced function, and under jit an array among its arguments:
-            # a plan of the one may not fit the other, and is made anew from what it has measured.
+            # A Python number is part of the traced function, but under jit it is an array argument. A
+            # plan for the one may not fit the other; then a new one is made from its measured gains.
             gains = () if given is None else given.gains
             described = self._planned(network, settings, signature, values, fused, anew, gains)
             described = replace(described, numbers=numbers)
@@ -414,13 +414,13 @@ class Call:
             )
 
         report.warn_of_deleted_barriers(described, lambda: complete().rows)
-        # A report traces more than a run needs, so it is made only where it is read.
+        # A report traces more than a run needs, so it is made only when it is read.
         advised = given is None and not fused and isinstance(settings, Moonwalk | PureForward)
         reads = anew or (advised and described.saves_little)
         return Engine(staged, network, executors), complete() if reads else described, staged
 
     def _values(self, staged: loss.Staging) -> dict[Any, Any] | None:
-        """Of the jaxpr's inputs and constants, in an eager call."""
+        """Values of the jaxpr's inputs and constants, in an eager call."""
         if not self._is_eager():
             return None
         variables = (*staged.jaxpr.invars, *staged.jaxpr.constvars)
@@ -447,7 +447,7 @@ class Call:
         anew: bool,
         gains: Any = (),
     ) -> Plan:
-        # Only among eager calls: what jit makes of a function must not depend on who called before.
+        # Only among eager calls: what jit compiles must not depend on earlier calls.
         cache = _cache_for(self.fun) if self._is_eager() else None
         if cache is not None and not anew and not gains:
             gains = cache.get((signature, method), ())
@@ -458,7 +458,7 @@ class Call:
         return described
 
     def measuring(self, method: Method, run: Callable[[], Any]) -> Any:
-        """`run()`; where weights have drifted since their gains were measured, measure again, once."""
+        """`run()`; if weights have drifted since their gains were measured, measure again, once."""
         try:
             return run()
         except InexactError:
@@ -523,7 +523,7 @@ class Call:
         return result[0] if self.single else result
 
     def _direction(self, method: ProjectedForward) -> list[Any] | None:
-        """The leaves of a predicted gradient."""
+        """The leaves of a predicted gradient, checked."""
         if method.direction is None:
             return None
         given = method.direction
@@ -544,7 +544,7 @@ class Call:
         return value, jax.tree.unflatten(self.aux_tree, leaves)
 
 
-# What to do where a differentiated argument holds more than parameters, as an `eqx.Module` does.
+# Advice for a differentiated argument that holds more than parameters, as an `eqx.Module` does.
 _SPLIT = (
     "Differentiate the parameters alone: params, static = eqx.partition(model, eqx.is_inexact_array), "
     "and a function of (params, ...) that calls eqx.combine(params, static); this is what "
@@ -583,14 +583,14 @@ def _cache_for(fun: Any) -> dict[Any, Any] | None:
         return None
 
 
-_SHOWN = 8  # differences between a plan and a call that a message lists
+_SHOWN = 8  # how many differences between a plan and a call a message lists
 
 
 def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
     """PlanMismatchError unless a plan was made for arguments of these types, in this order.
 
-    Names do not count: a wrapper may call them otherwise. Whether the network is the same, the plan's
-    nodes tell.
+    Names do not count, because a wrapper may rename arguments. Whether the network is the same is
+    decided by the plan's nodes.
     """
     if [kind for _, kind in plan.signature] == [kind for _, kind in signature]:
         return
@@ -609,9 +609,9 @@ def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
 
 
 def _advise(fun: Any, described: Plan) -> None:
-    """Say once per function that little is saved."""
+    """Warn once per function that the plan saves little."""
     try:
-        # The code, not the function: a lambda that is written in a loop is a new one on every turn.
+        # Keyed by the code, not the function: a lambda in a loop is a new function in every iteration.
         advised = _advised.setdefault(getattr(fun, "__code__", fun), set())
     except TypeError:  # no hash, or cannot be referred to weakly
         return
@@ -626,9 +626,9 @@ def _advise(fun: Any, described: Plan) -> None:
 def enforce(
     gradients: list[Any], found: Findings, places: Sequence[Place], method: Planned
 ) -> list[Any]:
-    """Act where a certificate exceeds what its place allows.
+    """Raise, or make gradients NaN, if an error exceeds what its place allows.
 
-    Where the reverse pass itself is not finite, neither is backpropagation's, and the gradient is NaN.
+    If the reverse pass itself is not finite, neither is backpropagation's, and the gradient is NaN.
     """
     if method.on_inexact == "ignore" or not places:
         return gradients
@@ -638,7 +638,7 @@ def enforce(
         report = _Report(tuple(places), method)
         known = _jax.concrete(bad)
         if known is None:
-            # The check hangs on a number: through its callback, gradients would be copied.
+            # The check is attached to a single number, because its callback would copy gradients.
             bad = alarms.raise_when_run(bad, bad, report, found.errors, found.layers)
         elif known.any():
             raise report(np.asarray(found.errors), np.asarray(found.layers))
@@ -647,7 +647,7 @@ def enforce(
 
 
 class _Report(NamedTuple):
-    """Makes the error of a run whose certificate is too large, from the errors at all places."""
+    """Makes the error for a run whose certificate is too large, from the errors at all places."""
 
     places: tuple[Place, ...]
     method: Planned

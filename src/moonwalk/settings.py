@@ -1,7 +1,8 @@
-"""Settings that users give: what each may be, and one form for what is said of any other value.
+"""Checks of user settings, with one form of error message.
 
 Every function returns the setting as plain Python, or raises a `ValueError` of the form
-`owner: name <what it must be>, got <value>`. Booleans are no numbers here: `depth=True` is a slip.
+`owner: name <what it must be>, got <value>`. Booleans do not count as numbers, because `depth=True` is a
+mistake.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 
 def refuse(owner: str, name: str, rule: str, given: Any) -> ValueError:
-    """The error for a setting that is not what the rule says."""
+    """The error for a setting that breaks the rule."""
     return ValueError(f"{owner}: {name} {rule}, got {given!r}")
 
 
@@ -44,7 +45,7 @@ def counts(owner: str, least: int = 1, /, **given: Any) -> None:
 
 
 def number(owner: str, name: str, given: Any, rule: str, holds: Callable[[float], bool]) -> float:
-    """A real number for which something holds; of NaN nothing does that compares."""
+    """A real number that satisfies a condition; NaN fails every comparison."""
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     if not is_number or not holds(float(given)):
         raise refuse(owner, name, rule, given)
@@ -62,21 +63,21 @@ def positive(owner: str, name: str, given: Any) -> float:
 
 
 def flag(owner: str, name: str, given: Any) -> bool:
-    """True or False, and no word that would pass for one."""
+    """True or False itself, not a value that is merely truthy."""
     if not isinstance(given, bool | np.bool_):
         raise refuse(owner, name, "is True or False", given)
     return bool(given)
 
 
 def choice(owner: str, name: str, given: Any, words: Collection[str]) -> str:
-    """One of some words."""
+    """One of several words."""
     if not isinstance(given, str) or given not in words:
         raise refuse(owner, name, f"must be one of {', '.join(map(repr, words))}", given)
     return given
 
 
 def sizes(owner: str, name: str, given: Any, ranks: Collection[int], rule: str) -> tuple[int, ...]:
-    """Positive whole numbers, as many as one of `ranks` says."""
+    """Positive whole numbers; how many there are must be one of `ranks`."""
     is_sequence = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str)
     if not is_sequence or len(given) not in ranks or not all(is_count(n) for n in given):
         raise refuse(owner, name, rule, tuple(given) if isinstance(given, list) else given)

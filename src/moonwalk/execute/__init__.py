@@ -1,1 +1,1 @@
-"""What every way to differentiate is made of: residuals, precision, exponents, certificates, sinks."""
+"""The parts that all kinds of segments share: residuals, precision, exponents, certificates, sinks."""

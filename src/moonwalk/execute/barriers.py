@@ -1,4 +1,4 @@
-"""Barriers: XLA runs nothing behind one before all that is in front of it."""
+"""Barriers, which XLA may not move computation across."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def barrier(*parts: tuple[dict[Any, Any] | list[Any], Sequence[Any]]) -> None:
     them, or delay the packing of a residual and keep the activation that it is made from.
     """
     leaves, tree = jax.tree.flatten([[container[key] for key in keys] for container, keys in parts])
-    distinct = {id(a): a for a in leaves}  # the same array twice is one array behind it, too
+    distinct = {id(a): a for a in leaves}  # an array that appears twice must stay one array
     if not distinct:
         return
     behind = dict(zip(distinct, _jax.barrier(list(distinct.values())), strict=True))

@@ -6,8 +6,8 @@ difference of two is the sketch of the error δ, and with random signs r and buc
 
     E ‖S δ‖² = Σ_B E (Σ_{j∈B} r_j δ_j)² = Σ_j δ_j² = ‖δ‖²:
 
-every entry counts, wherever it lies. A bucket's sum is about normal, so of an error ε = ‖δ‖ / ‖h‖ less
-than τ is measured
+every entry counts, wherever it lies. A bucket's sum is roughly normal, so an error ε = ‖δ‖ / ‖h‖ is
+measured as less than τ
 
     with probability  P(χ²_b < b τ²/ε²)    where δ is spread over b buckets:
 
@@ -37,10 +37,10 @@ BUCKETS = 2048
 class Certificate(NamedTuple):
     """What a walk measured of itself.
 
-    - `error`: the largest relative error of a recovered cotangent over all places where it was measured,
-        or of a state that inverses arrived at; 0 where nothing was walked or inverted, NaN where the
-        reverse pass itself is not finite (as backpropagation's then is not either).
-    - `closure`: the largest of those errors at the ends of walks, where every earlier one has arrived.
+    - `error`: the largest relative error over all places where a recovered cotangent, or a state
+        reconstructed by inverses, was measured; 0 if nothing was walked or inverted, NaN if the reverse
+        pass itself is not finite (then backpropagation's is not either).
+    - `closure`: the largest of those errors at the ends of walks, which every earlier error has reached.
     """
 
     error: Float[Array, ""]
@@ -48,7 +48,7 @@ class Certificate(NamedTuple):
 
     @classmethod
     def exact(cls) -> Certificate:
-        """Of a method that walks and inverts nothing."""
+        """The certificate of a method that walks and inverts nothing."""
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 
@@ -64,12 +64,12 @@ class Place:
     block: str
     line: str
     limit: float
-    layers: int = 0  # of the loop that it stands in; 0: in none
+    layers: int = 0  # how many layers its loop has; 0: not in a loop
     ends: bool = False  # whether it is the end of a walk
 
 
 class Measured(NamedTuple):
-    """An error at a place; of a loop the largest, and in which layer that was."""
+    """An error at a place; for a loop, the largest one and the layer where it occurred."""
 
     error: Any
     place: Place
@@ -92,9 +92,9 @@ def sketch(h: Array) -> Array:
         coins, h = coins.reshape(shape), h.reshape(shape)
     negative, first = (((coins >> np.uint32(bit)) & np.uint32(1)).astype(bool) for bit in (31, 30))
     signed = jnp.where(negative, -h, h)
-    # Two sums in one pass. A plain sum XLA hands to a library on a CPU, and makes an array of all signed
-    # entries for it, as large as the cotangent. Halves by a coin of their own, not by sign: where all
-    # entries are alike, sums of one sign would be large, and their difference would lose digits.
+    # Two sums in one pass. On a CPU, XLA hands a plain sum to a library, for which it first makes an
+    # array of all signed entries, as large as the cotangent. The halves are chosen by a second coin, not
+    # by sign: where all entries are alike, sums of one sign are large and their difference loses digits.
     zero = jnp.zeros((), wide)
     halves = jnp.where(first, signed, zero), jnp.where(first, zero, signed)
     one, other = lax.reduce(halves, (zero, zero), _added, axes)
@@ -102,15 +102,16 @@ def sketch(h: Array) -> Array:
 
 
 def _added(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Of pairs. A function of the module: JAX compiles a reduction once per function."""
+    """The sum of pairs. Defined at module level because JAX compiles a reduction once per function."""
     return a[0] + b[0], a[1] + b[1]
 
 
 def _buckets(shape: Sequence[int], shards: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, axes): summed over these axes after that reshape, an array leaves a sum per bucket.
+    """(shape, axes): reshaping an array to `shape` and summing over `axes` gives one sum per bucket.
 
-    Entries of one place on the last axis, and of one part of the first, share a bucket: a sum over
-    neighbouring axes is a plain loop to a compiler. Axes that are divided among devices stay whole.
+    Entries share a bucket if they have the same place on the last axis and lie in the same part of the
+    first, because compilers make plain loops of sums over neighbouring axes. Axes that are divided among
+    devices stay whole.
     """
     last = shape[-1]
     kept = last if last <= BUCKETS or shards[-1] > 1 else _divisor(last, BUCKETS)
@@ -132,7 +133,7 @@ def _divisor(n: int, most: int) -> int:
 
 
 def _coins(h: Array) -> Array:
-    """Fair coins for every entry, the same in every phase: a hash of its index, whose bits they are."""
+    """Fair coins for every entry, the same in every phase: the bits of a hash of its index."""
     sharding = _jax.explicit_sharding(jax.typeof(h))
     index: Any = np.uint32(0)
     if not _jax.sharded_axes(jax.typeof(h)):
@@ -151,9 +152,9 @@ def _coins(h: Array) -> Array:
 
 
 def exponent(kept: Array, size: int) -> Int[Array, ""]:
-    """The power of two that the entries of a sketched array of this size have; 0 of zeros.
+    """The binary order of magnitude of the entries of a sketched array of this size; 0 if they are zero.
 
-    The same on all devices that run `jax.shard_map`: what they sum must have one scale.
+    It is the same on all devices that run `jax.shard_map`, because what they sum must have one scale.
     """
     largest = jnp.max(jnp.abs(kept)) / math.sqrt(max(1.0, size / kept.size))
     largest = _jax.largest_anywhere(largest)
@@ -164,16 +165,16 @@ def exponent(kept: Array, size: int) -> Int[Array, ""]:
 def compare(found: Array, kept: Array) -> Array:
     """‖found − kept‖ / ‖kept‖ of two sketches.
 
-    Infinite where only `found` is not finite, NaN where `kept` is not.
+    Infinite if only `found` is not finite, NaN if `kept` is not.
     """
     return compare_together([(found, kept)])
 
 
 def compare_together(pairs: Iterable[tuple[Array, Array]], beside: Sequence[Array] = ()) -> Array:
-    """The same over the sketches of several arrays of one state.
+    """`compare` over the sketches of all arrays of one state.
 
-    One of them may be zero (a stream that starts empty): its error is measured against the others, which
-    it is made from. If all are zero, it is measured against `beside`.
+    An array that is zero (a stream that starts empty) is measured against the others, from which it is
+    computed. If all are zero, the error is measured against `beside`.
     """
     pairs = list(pairs)
     found, kept = (jnp.concatenate([p[i].reshape(-1) for p in pairs]) for i in range(2))
@@ -202,13 +203,13 @@ class Worst:
         self.places = list(places)
 
     def start(self, zero: Any) -> Any:
-        """`zero`: varies wherever what is measured does."""
+        """The loop's initial carry. `zero`: one that varies over the same devices as the errors."""
         count = len(self.places)
         errors = jnp.zeros((count,), jnp.float32) + zero
         return errors, errors.astype(jnp.int32)
 
     def update(self, carried: Any, errors: Sequence[Any], layer: Any, first: int = 0) -> Any:
-        """With the errors of one layer, at the places from `first` on."""
+        """The carry, updated with the errors of one layer at the places from `first` on."""
         if not errors:
             return carried
         worst, layers = carried
@@ -228,7 +229,7 @@ class Worst:
 
 
 class Findings(NamedTuple):
-    """All that a run has measured, as arrays: by place, on whichever device it is largest."""
+    """All errors that a run has measured, by place: the largest over all devices."""
 
     errors: Float[Array, "places"]
     layers: Int[Array, "places"]
@@ -246,11 +247,11 @@ class Findings(NamedTuple):
 
     @classmethod
     def none(cls, places: Sequence[Place]) -> Findings:
-        """Of a run that rounds no more than backpropagation does."""
+        """The findings of a run that rounds no more than backpropagation does."""
         return cls(jnp.zeros((len(places),), jnp.float32), jnp.zeros((len(places),), jnp.int32))
 
     def tangent(self) -> Any:
-        """Zeros that a derivative has in their place."""
+        """The zero tangents of a run's findings."""
         no_tangent: Any = np.zeros(self.layers.shape, jax.dtypes.float0)
         return Findings(jnp.zeros_like(self.errors), no_tangent)
 
@@ -268,4 +269,4 @@ def summary(found: Findings, places: Sequence[Place]) -> Certificate:
 
 def largest(errors: Array) -> Array:
     """The largest of several errors; NaN is larger than everything."""
-    return jnp.max(errors)  # which is NaN, if one of them is
+    return jnp.max(errors)  # NaN if one of them is

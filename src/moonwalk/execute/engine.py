@@ -5,11 +5,12 @@
                inputs, handing out gradients on the way
     last       the weight prologue turns gradients of operands into gradients of parameters
 
-How a segment does that is its own affair: by JAX's pullback, by a walk down and up again, by inverses.
+The engine does not know how a segment differentiates: by JAX's pullback, by a walk down and up again, or
+by inverses.
 
 The run is a `custom_jvp` function: a derivative of the engine itself would be wrong, because a vijp
-equals the Jacobian's inverse only for the cotangents that the loss makes (for an isometry it is the
-jvp, which off the manifold is another function). A derivative of a gradient is that of
+equals the Jacobian's inverse only for the cotangents that the loss makes (for an isometry the vijp is
+the jvp, and off the manifold that is another function). A derivative of a gradient is that of
 `jax.value_and_grad`.
 """
 
@@ -33,7 +34,7 @@ from .sinks import GradientSink
 
 
 class Engine:
-    """A planned loss: everything static; called with the values of the jaxpr's inputs and constants."""
+    """A planned loss: static itself, and called with values of the jaxpr's inputs and constants."""
 
     def __init__(self, staging: Staging, network: Network, segments: Sequence[Any]):
         self.staging, self.network, self.segments = staging, network, list(segments)
@@ -85,7 +86,7 @@ class Engine:
         return fixed, {v: fixed.pop(v) for v in self.staging.inputs}, leaves
 
     def run_prologues(self, fixed: Env, *, effects: bool = True) -> None:
-        """Data prologue and weight prologue, into `fixed`. `effects`: print and call back, too."""
+        """Evaluate both prologues into `fixed`. `effects`: also print and call back."""
         with jax.named_scope("prologues"):
             self.data_prologue.run(fixed, effects=effects)
             self.weight_prologue.run(fixed, effects=effects)
@@ -95,7 +96,7 @@ class Engine:
     ) -> tuple[list[Any], Env, list[Measured]]:
         """The three phases: (the jaxpr's results, cotangents at the network's entry, measured errors).
 
-        `again`: another pass prints and calls back.
+        `again`: do not print or call back, because another pass does.
         """
         saved: list[Any] = []
         for number, segment in enumerate(self.segments):
@@ -113,7 +114,7 @@ class Engine:
         return values, h, errors
 
     def hand_out_weights(self, h: Env, out: GradientSink) -> None:
-        """A loss of weights alone is read by no node: its cotangent is its gradient."""
+        """Hand out gradients of outputs that no node reads, because they depend on weights alone."""
         for v in self.network.outputs:
             if v in self.weight_prologue.wanted and v in h:
                 out.add({v: h[v]})

@@ -1,4 +1,4 @@
-"""Methods that need no network: reverse mode as it is, and forward mode, exact or projected.
+"""Methods that need no network: plain reverse mode, and forward mode, exact or projected.
 
 Each returns what the engine returns: (loss and auxiliary outputs, gradients of the leaves).
 """
@@ -56,7 +56,7 @@ def projected(
             for d, leaf in zip(direction, leaves, strict=True)
             for part in seeds.real_parts([jnp.conj(d).astype(leaf.dtype)])
         ]
-        # By the largest entry first, whose square might overflow.
+        # Divided by the largest entry first, whose square might overflow.
         for size in (_largest, lambda a: jnp.sqrt(_dot(a, a))):
             found = size(given)
             given = [a / jnp.where(found > 0, found, 1).astype(a.dtype) for a in given]
@@ -98,6 +98,6 @@ def _largest(parts: Sequence[Any]) -> Any:
 
 
 def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    """In float32 at least."""
+    """The dot product, in float32 at least."""
     wide = [[u.astype(_jax.working_dtype(u.dtype)) for u in parts] for parts in (a, b)]
     return sum((jnp.vdot(u, v) for u, v in zip(*wide, strict=True)), jnp.zeros(()))

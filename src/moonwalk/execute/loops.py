@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class InPieces(NamedTuple):
-    """Results of a visit in pieces: stacked, those of the whole pieces; those of the shorter one."""
+    """Results of a visit in pieces: those of the whole pieces, stacked, and that of the shorter one."""
 
     whole: Any
     rest: Any = None
@@ -53,9 +53,9 @@ class InPieces(NamedTuple):
 class Level:
     """Pieces of `size` layers.
 
-    `around(run, state, kept, piece)` runs a piece and returns its state and result: by `run(state,
-    kept)`, which visits its layers, or in a way of its own. `barred`: backward, the whole pieces
-    wait for the shorter one, which runs before them.
+    `around(run, state, kept, piece)` runs a piece and returns its state and result, either by calling
+    `run(state, kept)`, which visits the piece's layers, or in its own way. `barred`: in a backward pass
+    a barrier makes the whole pieces wait for the shorter one, which runs before them.
     """
 
     size: int
@@ -65,7 +65,7 @@ class Level:
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How often a scan runs its body, and from which end."""
+    """The loop of a scan: how many layers it has, and from which end it runs."""
 
     length: int
     reverse: bool
@@ -82,17 +82,19 @@ class LayerLoop:
         cut: Callable[[Any, int, int], InPieces] | None = None,
         join: Callable[[Any, Any], Any] = InPieces,
     ) -> tuple[Any, Any]:
-        """`layer(state, place, kept) -> (state, result)`, layer by layer: (last state, results).
+        """Call `layer(state, place, kept) -> (state, result)` layer by layer: (last state, results).
 
         **Arguments:**
 
-        - `layer`: None where the last of `levels` runs its pieces itself.
-        - `kept`: what the layers, or the pieces of `levels`, are given. By default it is cut as the
-            results of another visit were, one with the same levels.
+        - `layer`: None if the last of `levels` runs its pieces itself.
+        - `kept`: what the layers, or the pieces of `levels`, are given. By default this is the result of
+            another visit with the same levels, and is already cut.
         - `count`: visit only so many layers. Places are counted from the first of them.
         - `backward`: against the order of the scan.
-        - `cut(kept, count, size)`: how it is cut otherwise, such as `self.cut`, by layer.
-        - `join(whole, rest)`: the result of several pieces, such as `self.joined`.
+        - `cut(kept, count, size)`: how to cut `kept` if it is not; `self.cut` cuts arrays stacked by
+            layer.
+        - `join(whole, rest)`: how to join the results of several pieces; `self.joined` stacks them by
+            layer.
         """
         passing = _Pass(self, layer, backward, cut, join)
         return passing.over(state, kept, 0, self.length if count is None else count, levels)
@@ -100,8 +102,8 @@ class LayerLoop:
     def scan(self, step: Any, carry: Any, xs: Any, *, backward: bool, length: int) -> Any:
         """A loop over `length` places in the scan's order (or backward): step(carry, place, xs).
 
-        The place is counted in the carry. Read from an array of places, XLA would not know it for the
-        loop's own counter.
+        The place is counted in the carry: XLA would not recognise the loop's counter in an array of
+        places.
         """
         down = self.reverse != backward
 
@@ -114,7 +116,7 @@ class LayerLoop:
         return carry, ys
 
     def cut(self, stacked: Any, count: int, size: int) -> InPieces:
-        """Arrays stacked by layer, in pieces of `size` layers."""
+        """Cut arrays that are stacked by layer into pieces of `size` layers."""
         number, short = divmod(count, size)
         start = short if self.reverse else 0
 
@@ -126,7 +128,7 @@ class LayerLoop:
         return InPieces([whole(a) for a in stacked], rest)
 
     def joined(self, whole: Any, rest: Any) -> Any:
-        """Results of pieces as those of their layers, stacked."""
+        """Join the results of pieces into arrays stacked by layer."""
         flat = jax.tree.map(lambda a: a.reshape((a.shape[0] * a.shape[1], *a.shape[2:])), whole)
         if rest is None:
             return flat
@@ -211,7 +213,7 @@ def checkpointed(
 ) -> tuple[Any, ...]:
     """A scan's outputs and exports, by a scan over checkpointed scans of `periods[0]` layers.
 
-    Those are scans over checkpointed scans of `periods[1]` layers, and so on.
+    These are in turn scans over checkpointed scans of `periods[1]` layers, and so on.
     """
     block, (eqn,) = node.block, node.block.eqns
     counts = _jax.scan_counts(eqn)
@@ -230,7 +232,7 @@ def checkpointed(
     def around(run: Visit, carry: Any, xs: Any, piece: Piece) -> Any:
         if piece.alone:  # it runs again as part of a larger one
             return run(carry, xs)
-        # In a loop, nothing is merged with what is outside.
+        # XLA does not merge what is inside a loop with what is outside.
         return jax.checkpoint(run, prevent_cse=not piece.looped)(carry, xs)
 
     loop = LayerLoop(eqn.params["length"], eqn.params["reverse"])

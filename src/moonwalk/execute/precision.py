@@ -1,9 +1,9 @@
-"""Twins of blocks for the cotangents' chain: the same equations, in more precision.
+"""Copies of blocks for the cotangents' chain: the same equations in higher precision.
 
-A walk divides by what Phase II multiplied with, so rounding in that chain grows where its gain is above
-one: there products are done in true float32, not in the accelerator's default (docs/numerics.md §3). And
-float16 cannot hold cotangents at all (they underflow), so theirs are float32, whatever the activations
-are. Phase I's activations are always the user's own.
+A walk divides by what Phase II multiplied with, so rounding in that chain grows where its gain exceeds
+one. There, products use true float32 instead of the accelerator's default (docs/numerics.md §3).
+Cotangents underflow in float16, so those of float16 activations are float32. Phase I's activations
+always have the user's own precision.
 """
 
 from __future__ import annotations

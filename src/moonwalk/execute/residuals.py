@@ -1,9 +1,9 @@
 """What Phase I keeps: as few bits as later phases need.
 
 A block is linearised once, while planning, into a jaxpr (x, operands) → (y, residuals). Residuals that
-follow from weights and data alone are not kept but made again; booleans are packed to one bit; and
-where the state itself is smaller than everything else that would be kept (`gelu` has five floats per
-entry), the state is kept and the block linearised again from it.
+follow from weights or data alone are recomputed instead of kept; booleans are packed to one bit; and if
+the state itself is smaller than all that would be kept (`gelu` has five floats per entry), the state is
+kept and the block is linearised again from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def nbytes(*avals: Any) -> int:
 
 
 def pack(bits: Any) -> Any:
-    """Booleans as bytes, eight in one."""
+    """Booleans packed eight to a byte."""
     aval = jax.typeof(bits)
     axis = _packed_axis(aval)
     if axis is None:
@@ -54,7 +54,7 @@ def pack(bits: Any) -> Any:
 
 
 def unpack(packed: Any, aval: Any) -> Any:
-    """The booleans of the given type again."""
+    """The booleans, of the given type, that `pack` packed."""
     if packed.dtype == np.bool_:
         return packed
     axis = _packed_axis(aval)
@@ -79,7 +79,7 @@ def _packed_axis(aval: Any) -> int | None:
 
 
 class Residual:
-    """A function (x, operands) → (y, any pytree), and how that pytree comes back in a later phase."""
+    """A function (x, operands) → (y, any pytree), and how a later phase restores that pytree."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Residual:
         *,
         rerun: bool = True,
     ):
-        """`x`, `operands`: types. `kinds`: of each operand, "weight", "data", or "moving" where later
+        """`x`, `operands`: types. `kinds`: for each operand "weight", "data", or "moving" if later
         phases cannot read it. `rerun`: whether the function may run again (a callback may not)."""
         trees = []
 
@@ -113,8 +113,7 @@ class Residual:
         }
         moving = of_kind["moving"]
         on = {kind: _descendants(self.jaxpr.eqns, found) for kind, found in of_kind.items()}
-        # What follows from weights alone, or from data alone, is made again; what follows from both is
-        # an activation.
+        # What follows from weights or from data alone is recomputed; from both, it is an activation.
         self.kept = [
             not isinstance(v, Literal) and (v in on["moving"] or (v in on["weight"] and v in on["data"]))
             for v in self.leaves
@@ -133,20 +132,20 @@ class Residual:
 
     @property
     def held(self) -> list[tuple[int | None, Any]]:
-        """Of everything kept: which input it is (None: computed), and its type."""
+        """For everything kept: the input that it is (None if computed), and its type."""
         places = {v: i for i, v in enumerate(self.jaxpr.invars)}
         kept = [self.jaxpr.invars[i] for i in self.moving] if self.from_state else self.distinct
         return [(places.get(v), v.aval) for v in kept]
 
     @property
     def bytes(self) -> int:
-        """What is kept."""
+        """Bytes of what is kept."""
         return self.state_bytes if self.from_state else self.leaf_bytes
 
     def forward(
         self, x: Sequence[Any], operands: Sequence[Any], *, silent: bool = False
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        """(y, what is kept). `silent`: what prints or calls back, and is not answered, has done so."""
+        """(y, what is kept). `silent`: skip equations that only print or call back, as they have run."""
         env = self._env([*x, *operands])
         eqns = self.for_y if self.from_state else self.for_all
         graph.run([e for e in eqns if e.outvars or not silent], env)

@@ -1,10 +1,10 @@
 """Cotangents with exponents: h = value · 2^exponent.
 
-Layers that halve a cotangent take it out of float32 after some 120 of them. Backpropagation loses
-nothing that matters there: what has become zero is the gradient of the first layers, which is zero. But
-a walk goes back up from the first cotangent, and recovers nothing from zeros. So a walk divides by a
-power of two now and then, which is exact, and carries the power along. It finds the size of a cotangent
-in the sketches that certificates are made of.
+A cotangent that every layer halves leaves the range of float32 after some 120 layers. Backpropagation
+loses nothing that matters there: the gradients of the first layers, tiny anyway, become zero. But a walk
+recovers all cotangents from the first one, and recovers nothing from zeros. So from time to time a walk
+divides by a power of two, which is exact, and carries the exponent along. It reads the size of a
+cotangent off the sketches that certificates use.
 
 An exponent that is the Python number 0 costs nothing: nothing was rescaled.
 """
@@ -39,7 +39,7 @@ class Cotangents(dict[Any, Any]):
         self[v], self.exponents[v] = value, exponent
 
     def add(self, v: Any, value: Any, exponent: Exponent = 0) -> None:
-        """Add to what is there."""
+        """Add to the cotangent of a variable, at a common exponent."""
         if v not in self:
             self.put(v, value, exponent)
             return
@@ -48,7 +48,7 @@ class Cotangents(dict[Any, Any]):
         self[v] = self[v] + shifted(value, difference(exponent, common))
 
     def move(self, v: Any, exponent: Exponent) -> None:
-        """The same cotangent, with another exponent."""
+        """Give a cotangent another exponent."""
         self.put(v, shifted(self[v], difference(self.exponent(v), exponent)), exponent)
 
     def align(self, variables: Iterable[Any]) -> Exponent:
@@ -60,12 +60,12 @@ class Cotangents(dict[Any, Any]):
         return common
 
     def unscaled(self) -> dict[Any, Any]:
-        """The cotangents themselves. What leaves the range is what backpropagation loses, too."""
+        """The cotangents without exponents. What leaves the range here, backpropagation loses too."""
         return {v: shifted(a, self.exponent(v)) for v, a in self.items()}
 
 
 def largest(exponents: Iterable[Exponent]) -> Exponent:
-    """The largest exponent; the very same object where all are the same."""
+    """The largest exponent; the same object if all are the same object."""
     result: Exponent = None
     for e in exponents:
         if result is None:
@@ -87,12 +87,12 @@ MODERATE = 8  # binary orders of magnitude
 
 
 def exponent_for(order: Any) -> Any:
-    """The exponent of a cotangent whose entries are about 2^order: 0 as long as that is moderate.
+    """The exponent of a cotangent whose entries are about 2^order: 0 while the order is moderate.
 
-    So a product with huge or tiny activations is about as large as in backpropagation. What is not
-    moderate is brought to the size of 1. Either way some 118 binary orders are left in float32 until the
-    next rescaling: 16 layers may divide by 100 each, which takes 106 of them, and small entries have the
-    rest.
+    Products with huge or tiny activations are then about as large as in backpropagation. A cotangent
+    that is not moderate is scaled to a size of 1. Either way some 118 binary orders are left in float32
+    until the next rescaling: 16 layers may divide by 100 each, which takes 106 of them, and small
+    entries have the rest.
     """
     return jnp.where(jnp.abs(order) <= MODERATE, 0, order)
 
@@ -106,10 +106,10 @@ def shifted(a: Any, by: Exponent) -> Any:
     """a · 2^by, exactly wherever that is in range."""
     if is_none(by):
         return a
-    if a.dtype == jnp.float16:  # two factors would not reach from one end of its range to the other
+    if a.dtype == jnp.float16:  # two factors could not span its range
         return shifted(a.astype(jnp.float32), by).astype(a.dtype)
     # 2^by itself may be out of range where the product is not: two factors, each well inside it.
-    info = jnp.finfo(a.dtype)  # of a complex dtype, that of its parts
+    info = jnp.finfo(a.dtype)  # for a complex dtype, that of its parts
     most = int(info.maxexp) - 2
     first = jnp.clip(by, -most, most)
     rest = jnp.clip(by - first, -most, most)

@@ -1,4 +1,4 @@
-"""The cotangent of a seed by forward mode alone: one jvp for every number that it has.
+"""The cotangent of a seed by forward mode alone: one jvp for each of its entries.
 
 With J the loss as a function of the seed x, ∂J/∂x_k = dJ[e_k]. Basis vectors go through the network a
 chunk at a time, so memory does not grow with the depth, and hardly with the seed.
@@ -8,7 +8,7 @@ move at once: with the tangent "feature f of every example", the summands' tange
 dr_b[e_f] = ∂r_b/∂x_bf, example by example, and h_bf = φ' ∂r_b/∂x_bf. That is one jvp per feature, not
 one per feature and example.
 
-The paper also thinks of starting from the first layer's parameter gradient. docs/seeds.md says why that
+The paper also considers starting from the first layer's parameter gradient; docs/seeds.md says why that
 does not pay.
 """
 
@@ -30,7 +30,7 @@ Tail = Callable[..., Sequence[Any]]
 
 
 def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
-    """∂J/∂x of a tail whose one result is the loss."""
+    """∂J/∂x for a tail whose only result is the loss."""
     if any(map(jnp.iscomplexobj, x)):
         found = by_entries(lambda *parts: tail(*joined(x, parts)), real_parts(x), chunk)
         return as_gradients(x, found)
@@ -42,16 +42,16 @@ def by_entries(tail: Tail, x: Sequence[Any], chunk: int) -> list[Any]:
 
     flat = _in_chunks(derivative, total, chunk)
     parts = jnp.split(flat[:total], np.cumsum(sizes)[:-1])
-    # Added to zeros, they are sharded like x.
+    # Added to zeros so that they are sharded like x.
     return [jnp.zeros_like(a) + p.reshape(a.shape) for p, a in zip(parts, x, strict=True)]
 
 
 def by_features(
     tail: Tail, outer: Tail, shapes: Sequence[tuple[int, ...]], x: Sequence[Any], chunk: int
 ) -> list[Any]:
-    """∂J/∂x where J = outer(Σ_b of each of the tail's results), and examples lie along axis 0.
+    """∂J/∂x for J = outer(Σ_b of each of the tail's results), with examples along axis 0.
 
-    `shapes`: of the sums, which have one entry.
+    `shapes`: the shapes of the sums, which have one entry.
     """
     if any(map(jnp.iscomplexobj, x)):
         found = by_features(lambda *parts: tail(*joined(x, parts)), outer, shapes, real_parts(x), chunk)
@@ -79,7 +79,7 @@ def by_features(
 
 
 def real_parts(arrays: Sequence[Any]) -> list[Any]:
-    """Real arrays, and real and imaginary parts of complex ones."""
+    """Arrays with each complex one split into its real and imaginary part."""
     parts = ([jnp.real(a), jnp.imag(a)] if jnp.iscomplexobj(a) else [a] for a in arrays)
     return [part for of in parts for part in of]
 
@@ -92,7 +92,7 @@ def joined(arrays: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
 
 
 def as_gradients(arrays: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-    """JAX's convention: of a complex array a + ib it is ∂J/∂a − i ∂J/∂b."""
+    """Gradients by JAX's convention: that of a complex array a + ib is ∂J/∂a − i ∂J/∂b."""
     return [jnp.conj(g) if jnp.iscomplexobj(g) else g for g in joined(arrays, parts)]
 
 
@@ -101,7 +101,7 @@ def _jvp(fun: Tail, x: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 
 
 def _unit(x: Sequence[Any], shapes: Sequence[tuple[int, ...]], k: Any) -> list[Any]:
-    """The k-th basis vector of arrays of these shapes together (beyond the last: zero), typed like x."""
+    """The k-th basis vector over arrays of these shapes (zero beyond the last), typed like x."""
     result, first = [], 0
     for a, shape in zip(x, shapes, strict=True):
         size = math.prod(shape)
@@ -113,7 +113,7 @@ def _unit(x: Sequence[Any], shapes: Sequence[tuple[int, ...]], k: Any) -> list[A
 
 
 def _in_chunks(derivative: Callable[[Any], Any], total: int, chunk: int) -> Any:
-    """`derivative` at 0 … total−1 (and a little further), `chunk` of them side by side."""
+    """`derivative` at 0 … total−1, and beyond up to a whole chunk; `chunk` of them side by side."""
     chunk = min(chunk, total)
     places = jnp.arange(-(-total // chunk) * chunk).reshape(-1, chunk)
     found = lax.map(jax.vmap(derivative), places)
@@ -125,12 +125,12 @@ class Sums(NamedTuple):
 
     loss: Any
     summands: list[Any]
-    results: list[Any]  # the variables of the sums
+    results: list[Any]  # the variables that hold the sums
     outer: list[JaxprEqn]
 
 
 def find_sums(eqns: Sequence[JaxprEqn], loss: Any, seeds: Sequence[Any]) -> Sums | str:
-    """Go back from the loss through scalars to the sums that they are made of; or why that fails."""
+    """The sums that the loss is a scalar function of, or the reason why there are none."""
     reached = set(seeds)
     producer: dict[Any, JaxprEqn] = {}
     for e in eqns:
@@ -163,7 +163,7 @@ def find_sums(eqns: Sequence[JaxprEqn], loss: Any, seeds: Sequence[Any]) -> Sums
 
 
 def evaluate(eqns: Sequence[JaxprEqn], env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """The values of some variables; `env` is left as it is."""
+    """The values of some variables; `env` is not changed."""
     env = dict(env)
     graph.run(eqns, env)
     return [env[v] for v in wanted]

@@ -33,8 +33,8 @@ class Shared:
         return jax.tree.unflatten(out_tree, [values[i] for i in sources])
 
     def _distinct(self, types: Any, *leaves: Any) -> list[Any]:
-        """The results that are no arguments, each once: what passes a call comes out as a copy, and a
-        barrier behind it would take it for another array than the one that went in."""
+        """The results that are not arguments, each once. An argument returned by the call would come out
+        as a copy, which a later barrier would treat as a second array."""
         out, out_tree = jax.tree.flatten(self.fun(*jax.tree.unflatten(types[0], leaves)))
         place = {id(a): i for i, a in enumerate(leaves)}
         results: list[Any] = []

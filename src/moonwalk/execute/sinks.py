@@ -1,9 +1,9 @@
-"""Where gradients go as the phases find them.
+"""Sinks receive gradients during the reverse pass, and accumulate or apply them.
 
-Algorithm 1 of the paper leaves two ways open for each g_i: hand it to the user, or apply it to θ_i at
-once and forget it. A `GradientSink` does the first: it sums what it is given by operand.
-`updates.Updating` does the second. The phases know neither; they say what they found (`add`) and when
-a node has said all it will (`close`).
+Algorithm 1 of the paper allows two things to be done with each g_i: return it to the user, or apply it
+to θ_i at once and forget it. A `GradientSink` does the first: it sums gradients by operand.
+`updates.Updating` does the second. The phases do not know which one they have: they pass on the
+gradients they compute (`add`) and report when a node has no more to come (`close`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class GradientSink:
         self.found: Gradients = {}
 
     def add(self, found: Mapping[Any, Any]) -> None:
-        """Take the gradients of some operands; those of a shared operand are summed."""
+        """Receive the gradients of some operands; those of a shared operand are summed."""
         for v, g in found.items():
             self.found[v] = g if v not in self.found else self.found[v] + g
 
     def close(self, weights: Iterable[Any]) -> None:
-        """One of the nodes that read these operands has said all it will."""
+        """One of the nodes that read these operands has handed out all its gradients."""
 
     def parts(self, weights: Iterable[Any]) -> list[tuple[dict[Any, Any], Sequence[Any]]]:
-        """What has changed since these operands' gradients came, for `barriers.barrier`."""
+        """What changed when these operands' gradients arrived, as arguments for `barriers.barrier`."""
         return [(self.found, [v for v in weights if v in self.found])]
 
     def layers(self, stacked: Mapping[Any, Any]) -> StackedSink:
@@ -52,16 +52,16 @@ class StackedSink:
         self.stacked = dict(stacked)
 
     def start(self) -> Any:
-        """What the loop carries, at its start."""
+        """The loop's initial carry."""
         return [jnp.zeros_like(a) for a in self.stacked.values()]
 
     def read(self, carried: Any, i: Any) -> dict[Any, Any]:
-        """Layer i of operands that are to be read from what the loop carries; here, of none."""
+        """Layer i of those operands that live in the loop's carry; here there are none."""
         del carried, i
         return {}
 
     def write(self, carried: Any, i: Any, found: Mapping[Any, Any]) -> Any:
-        """Take one layer's gradients."""
+        """Write one layer's gradients into the carry."""
         return [put(a, i, found[v]) for v, a in zip(self.stacked, carried, strict=True)]
 
     def finish(self, carried: Any) -> Gradients:
@@ -79,6 +79,6 @@ def take(stacked: Any, i: Any) -> Any:
 
 
 def put(stacked: Any, i: Any, value: Any) -> Any:
-    """The array with layer i replaced: in place, where it is a loop's carry."""
+    """The array with layer i replaced; in place if it is a loop's carry."""
     value = value.astype(stacked.dtype)
     return lax.dynamic_update_index_in_dim(stacked, value, i, 0, allow_negative_indices=False)

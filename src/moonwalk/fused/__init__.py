@@ -1,1 +1,1 @@
-"""`fused_update`: gradients are applied as they are found."""
+"""`fused_update`: gradients are applied as they are computed."""

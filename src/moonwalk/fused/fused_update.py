@@ -36,14 +36,14 @@ def fused_update(
     `moonwalk.value_and_grad`, but a parameter is updated while the sweep is at its layer: with donated
     arguments, neither all gradients nor a second copy of the parameters or of the state exist at once.
 
-    Served is every optax transformation whose update of one leaf needs other leaves' gradients only
-    through single numbers. If it needs none (SGD, Adam, AdamW, Lion, masks, schedules, weight decay),
-    one pass is enough; for a global norm there are two, the first for the norm alone. Parameters that
+    This works for every optax transformation whose update of one leaf depends on other leaves' gradients
+    only through single numbers. If it depends on none (SGD, Adam, AdamW, Lion, masks, schedules, weight
+    decay), one pass suffices; a global norm takes two, the first for the norm alone. Parameters that
     stack the layers of a scan are updated layer by layer, for which the update must act entry by entry.
 
     **Arguments:**
 
-    - `fun`: returns a real scalar, or with `has_aux` a pair of it and anything; its first argument are
+    - `fun`: returns a real scalar, or with `has_aux` a pair of it and anything; its first argument is
         the parameters.
     - `optimizer`: an optax gradient transformation.
     - `has_aux`, `method`, `certify`: as for `moonwalk.value_and_grad`.
@@ -133,7 +133,7 @@ class Fused:
             with jax.named_scope("norms"):
                 _, found, _ = self._pass(env, leaves, rest, norms=True)
             box = {"leaves": list(leaves), "rest": list(rest), "norms": list(found.values())}
-            # Or the second pass would be merged with the first, and all that it makes kept.
+            # Otherwise XLA would merge the second pass with the first and keep all its activations.
             barrier((box, list(box)))
             leaves, rest = box["leaves"], box["rest"]
             env = {**env, **dict(zip(program.p, leaves, strict=True))}

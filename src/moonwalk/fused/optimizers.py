@@ -1,14 +1,14 @@
 """An optimizer's update, traced and cut into pieces that can run one by one.
 
     first    what depends on no gradient, parameter or array of the state: counters, schedules
-    norms    of one leaf's gradient a number or two that others wait for (a global norm)
-    middle   what is made of those numbers, once all are known
+    norms    numbers computed from one leaf's gradient that other leaves need (a global norm)
+    middle   what is computed from those numbers once all are known
     leaf     new parameter and new state of one leaf, from its gradient and all of the above
 
-The cut is read off the dependencies of the traced update, not off a list of optimizers: whatever mixes
-leaves only through single numbers can be served. A leaf that is updated layer by layer inside a scan
-needs more: every step must act entry by entry, so that it means the same for a layer as for the stack,
-and a reduction over the leaf is a norm, summed over the layers.
+The cut follows from the dependencies of the traced update, not from a list of optimizers: any update
+that mixes leaves only through single numbers can be cut. A leaf that is updated layer by layer inside a
+scan must satisfy more. Every step must act entry by entry, so that it does the same to a layer as to the
+stack; reductions over the leaf are norms, summed over the layers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Program:
         self._sort(needed(jaxpr.eqns, [v for v in self.outputs if _is_var(v)]))
 
     def _explain(self, error: Exception, optimizer: Any, params: Any, state: Any) -> None:
-        """Raise what says more than an error from inside the optimizer, where there is such a thing."""
+        """Raise a more helpful error than the one from inside the optimizer, if there is one."""
         if isinstance(error, TypeError) and "keyword-only" in str(error):
             raise OptimizerError(
                 "fused_update: the optimizer's update must do with gradients, state and parameters, but "
@@ -106,16 +106,16 @@ class Program:
 
     # -- sorting -----------------------------------------------------------------------------------
     def _sort(self, eqns: Sequence[JaxprEqn]) -> None:
-        leaf: dict[Any, frozenset[int]] = {}  # which leaves' own values a variable depends on
+        leaf: dict[Any, frozenset[int]] = {}  # the leaves whose values a variable depends on
         for i in range(self.count):
             leaf[self.g[i]] = leaf[self.p[i]] = frozenset({i})
         no_leaf: frozenset[int] = frozenset()
-        arrays = {v for v in self.s if v.aval.size > 1}  # and what depends on an array of the state
+        arrays = {v for v in self.s if v.aval.size > 1}  # arrays of the state, and what depends on them
         after: set[Any] = set()  # what depends on norms
         self.norms: dict[int, list[Any]] = {}
         self.eqns: list[JaxprEqn] = []
         self.maker = {v: e for e in eqns for v in e.outvars}
-        first, middle, free, common = [], [], [], []  # the last two: may move to the first two
+        first, middle, free, common = [], [], [], []  # the last two: candidates for the first two
         for e in eqns:
             reads = [v for v in e.invars if _is_var(v)]
             on = frozenset().union(*(leaf.get(v, no_leaf) for v in reads)) if reads else no_leaf
@@ -161,7 +161,7 @@ class Program:
             self._check_layered(i)
 
     def _wait_for(self, v: Any, e: JaxprEqn, on: frozenset[int], waits: bool) -> None:
-        """Others wait for a number, of one leaf's gradient, that an equation makes or reads."""
+        """Record a number that is computed from one leaf's gradient, and that other leaves wait for."""
         (i,) = on
         if waits:
             why = "it takes a norm of what another norm has made"
@@ -173,7 +173,7 @@ class Program:
 
     @property
     def needs_norms(self) -> bool:
-        """Whether every gradient must have been seen before the first can be applied."""
+        """Whether all gradients must be known before the first can be applied."""
         return bool(self.norms)
 
     @property
@@ -209,27 +209,27 @@ class Program:
 
     # -- running -----------------------------------------------------------------------------------
     def slice_for(self, ends: Sequence[Any]) -> list[JaxprEqn]:
-        """Of the leaves' equations, those that some variables need."""
+        """Those of the leaves' equations that some variables need."""
         return needed(self.eqns, [v for v in ends if _is_var(v)])
 
     def begin(self, params: Sequence[Any], state: Sequence[Any]) -> Env:
-        """The environment of the first stage."""
+        """The values of the first stage."""
         env = {**self.known, **dict(zip((*self.p, *self.s), (*params, *state), strict=True))}
         graph.run(self.first, env)
         return env
 
     def leaf_norms(self, env: Env, i: int, g: Any) -> list[Any]:
-        """The numbers that others wait for, of one leaf's gradient."""
+        """The norms of one leaf: numbers computed from its gradient that other leaves need."""
         return self._at(env, i, g, self.norms.get(i, []))
 
     def after_norms(self, env: Env, norms: Env) -> Env:
-        """The environment once all norms are known."""
+        """The values once all norms are known."""
         env = {**env, **norms}
         graph.run(self.middle, env)
         return env
 
     def leaf_update(self, env: Env, i: int, g: Any) -> dict[int, Any]:
-        """New values of a leaf's outputs, by their place among all outputs."""
+        """New values of a leaf's outputs, by index among all outputs."""
         found = self._at(env, i, g, [self.outputs[k] for k in self.mine[i]])
         return dict(zip(self.mine[i], found, strict=True))
 
@@ -256,7 +256,7 @@ class Program:
         return self.p[k] if k < self.count else self.s[k - self.count]
 
     def layer_update(self, env: Env, i: int, layer: Any, g: Any, old: dict[int, Any]) -> dict[int, Any]:
-        """One layer of a leaf's outputs. `old`: that layer of what the loop carries, by output."""
+        """One layer of a leaf's new outputs. `old`: the same layer of their old values, by output."""
         ends = [self.outputs[k] for k in self.mine[i]]
         env = self._layer(env, i, layer, g, old, ends)
         return {k: graph.read(env, v) for k, v in zip(self.mine[i], ends, strict=True)}
@@ -274,11 +274,11 @@ class Program:
         return result
 
     def no_norms(self, i: int) -> list[Any]:
-        """The norms of no layer at all."""
+        """The norms of zero layers, to start a sum from."""
         return [_identity(self.maker[v].primitive, v.aval.dtype) for v in self.norms[i]]
 
     def add_norms(self, i: int, total: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-        """The norms of some layers and of one more."""
+        """The norms of some layers, combined with those of one more."""
         makers = [self.maker[v].primitive for v in self.norms[i]]
         return [REDUCTIONS[p](a, b) for p, a, b in zip(makers, total, more, strict=True)]
 
@@ -292,7 +292,8 @@ class Program:
 def run_layer(eqns: Sequence[JaxprEqn], env: Env, own: Env, shape: tuple[int, ...], layer: Any) -> Env:
     """Run entrywise equations between stacks of a shape on one layer of each.
 
-    `own`: that layer of some variables. Of other stacks (noise, a mask) it is taken from `env`.
+    `own`: that layer's values of some variables. For other stacks (noise, a mask), the layer is taken
+    from `env`.
     """
     others = {v for e in eqns for v in e.invars if _is_var(v)} - _made(eqns) - set(own)
     own = {**{v: take(env[v], layer) for v in others if v.aval.shape == shape}, **own}
@@ -313,7 +314,7 @@ def run_layer(eqns: Sequence[JaxprEqn], env: Env, own: Env, shape: tuple[int, ..
 
 
 def is_entrywise(eqns: Iterable[JaxprEqn], shape: tuple[int, ...]) -> bool:
-    """Whether equations act on stacks of a shape entry by entry."""
+    """Whether equations act entry by entry on stacks of a shape."""
     return all(
         _is_entrywise(e)
         and all(v.aval.shape == shape or v.aval.size == 1 for v in (*e.invars, *e.outvars))

@@ -1,10 +1,10 @@
-"""Algorithm 1's "apply g_i to θ_i": a sink that updates a parameter as soon as its gradient is whole.
+"""Algorithm 1's "apply g_i to θ_i": a sink that updates a parameter as soon as its gradient is complete.
 
-A gradient is whole when every node that reads the parameter, or anything that the weight prologue makes
-of it, has closed; so tied weights wait for their last contribution. Then it is pulled through its part
-of the weight prologue, the optimizer's piece for that leaf runs, and the gradient is forgotten. The
-leaves of a scan's stacked layers are updated inside the scan: parameter and state travel in the loop's
-carry, a layer is read from there, and its new value is written in its place.
+A gradient is complete when every node that reads the parameter, or anything that the weight prologue
+computes from it, has closed; so tied weights wait for their last contribution. Then the gradient is
+pulled back through its part of the weight prologue, the optimizer's piece for that leaf runs, and the
+gradient is forgotten. The leaves of a scan's stacked layers are updated inside the scan: parameter and
+state travel in the loop's carry, a layer is read from there, and its new value is written in its place.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Fusing:
 
 
 class Updating(GradientSink):
-    """Applies gradients as they become whole; with `norms`, only takes what must be known before."""
+    """Applies gradients as they become complete; with `norms`, only computes the norms."""
 
     def __init__(self, fusing: Fusing, program: Program, env: Env, fixed: Env, *, norms: bool = False):
         super().__init__()
@@ -117,7 +117,7 @@ class Updating(GradientSink):
         self.open = dict(fusing.readers)
         self.done: set[Part] = set()
         self.new: dict[Any, Any] = {}  # new values by output, or norms by variable
-        self.held: set[Any] = set()  # of these, what has been behind a barrier
+        self.held: set[Any] = set()  # those of `new` that have passed a barrier
 
     def close(self, weights: Iterable[Any]) -> None:
         for v in weights:
@@ -132,14 +132,14 @@ class Updating(GradientSink):
         return [*super().parts(weights), (self.new, fresh)]
 
     def finish(self) -> dict[Any, Any]:
-        """Update what no node has closed (leaves that nothing reads); returns all that is new."""
+        """Update the leaves that no node has closed, as nothing reads them; returns all new values."""
         for part in self.fusing.parts:
             if part not in self.done:
                 self._apply(part)
         return self.new
 
     def give(self, v: Any, g: Any) -> None:
-        """The whole gradient of a leaf, from elsewhere."""
+        """Receive the complete gradient of a leaf from outside the network."""
         self._take(self.fusing.weights.index(v), g)
 
     def _apply(self, part: Part) -> None:
@@ -176,7 +176,7 @@ class Updating(GradientSink):
 
 
 class UpdatedLayers(StackedSink):
-    """Of a scan's stacked operands, those that can be are updated layer by layer."""
+    """A scan's stacked operands; those that can be are updated layer by layer."""
 
     def __init__(self, sink: Updating, stacked: Mapping[Any, Any]):
         fused = {v: part for v, part in sink.fusing.in_loop.items() if v in stacked}
@@ -195,7 +195,7 @@ class UpdatedLayers(StackedSink):
         return super().start(), own
 
     def _old(self, i: int, own: Sequence[Any], layer: Any) -> dict[int, Any]:
-        """One layer of a leaf and of its state, as they are before their update."""
+        """One layer of a leaf and of its state, before their update."""
         program, env = self.program, self.sink.env
         places = program.carried(i)
         held = [env[program.stacked_input(k)] for k in places] if self.sink.norms else own
@@ -206,7 +206,7 @@ class UpdatedLayers(StackedSink):
             return {}
         result = {}
         for v, own in zip(self.leaves, carried[1], strict=True):
-            # Behind a barrier: read again after its update, the stack would have to be copied.
+            # Behind a barrier, because reading the stack again after its update would force a copy.
             (parameter,) = _jax.barrier([take(own[0], i)])
             result[v] = self._operand(v, i)(parameter)
         return result

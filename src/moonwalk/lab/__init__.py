@@ -1,1 +1,1 @@
-"""Data, training, bench and command line. Imports the library, never the other way."""
+"""Data, training, bench and command line. It uses the library, which never imports it."""

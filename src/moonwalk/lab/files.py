@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what is said where one cannot be written."""
+"""Files that are written whole or not at all, and the error if one cannot be written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WAYS_OUT = {
 
 @contextlib.contextmanager
 def writing(path: str | Path, what: str = "the file") -> Iterator[None]:
-    """What is written inside goes to `path`; if the system refuses, one sentence says what and where."""
+    """A context for writing to `path`; if the system refuses, one sentence says what and where."""
     try:
         yield
     except WriteError:
@@ -34,7 +34,7 @@ def writing(path: str | Path, what: str = "the file") -> Iterator[None]:
 def cannot_write(path: str | Path, error: BaseException, what: str = "the file") -> WriteError:
     """The error for a file or a folder that could not be written."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None:  # libraries that write by themselves quote the system's words
+    if number is None:  # libraries that write files themselves quote the system's message
         number = next((n for n in _WAYS_OUT if os.strerror(n) in str(error)), None)
     if number is None:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
@@ -48,7 +48,7 @@ def cannot_write(path: str | Path, error: BaseException, what: str = "the file")
 
 
 def refuse_file(path: str | Path) -> Path:
-    """A path that can be a folder, because nothing on the way to it is a file."""
+    """Raise if a path cannot be a folder, because it or a parent is a file."""
     path = Path(path)
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
@@ -59,7 +59,7 @@ def refuse_file(path: str | Path) -> Path:
 
 
 def folder(path: str | Path) -> Path:
-    """A folder that is there from now on."""
+    """Create a folder if it does not exist."""
     path = refuse_file(path)
     with writing(path, "a folder"):
         path.mkdir(parents=True, exist_ok=True)
@@ -68,8 +68,7 @@ def folder(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def whole(path: str | Path, mode: str = "w", **options: Any) -> Iterator[Any]:
-    """An open file that takes the place of `path` once all is written: a reader, or a crash, meets the
-    old one or the new one."""
+    """An open file that replaces `path` once complete; readers find the old file or the new one."""
     path = Path(path)
     folder(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}")

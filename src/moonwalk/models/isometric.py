@@ -1,8 +1,8 @@
 """Isometric networks, for any depth.
 
-Every layer is orthogonal and every activation |x| or MaxMin, so cotangents keep their length on the way
-back, walks lose no accuracy, and a layer more costs a walk one bit per entry (or pair) and nothing
-else. Nothing is lost on the way either: a head that reads all positions has what the stem made.
+Every layer is orthogonal and every activation is |x| or MaxMin. So cotangents keep their length on the
+way back, walks lose no accuracy, and one more layer costs a walk only one bit per entry (or pair).
+Activations lose nothing either: a head that reads all positions sees everything that the stem computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[], Any]] = {"maxmin": nn.MaxMin, "abs": nn.Abs}
 
 
 class Flatten(eqx.Module):
-    """All but the first axis to one: [batch, ...] -> [batch, n]."""
+    """Flattens all axes after the first: [batch, ...] -> [batch, n]."""
 
     def __call__(self, x: Float[Array, "batch ..."], *, key: Array | None = None) -> Array:
         return x.reshape((x.shape[0], -1))
@@ -87,8 +87,9 @@ def isometric_cnn(
 ) -> nn.Sequential:
     """A stem to `channels`, orthogonal convolutions with an isometric activation, a dense head.
 
-    Over signals or pictures, by `in_shape`. It starts near a network of one layer: convolutions that do
-    almost nothing (`spread`) after an activation that does nothing twice, and learn from there.
+    It works on signals or images, depending on `in_shape`. Its initial weights make it almost a network
+    of one layer: the convolutions are close to the identity (`spread`), and applying the activation
+    twice is the same as once.
 
     **Arguments:**
 
@@ -98,10 +99,11 @@ def isometric_cnn(
     - `channels`: of every layer; even, for `"maxmin"`.
     - `depth`: orthogonal convolutions, scanned over: compile time does not grow with their number.
     - `activation`: `"maxmin"` or `"abs"`.
-    - `kernel_size`, `padding`, `spread`: of these, see `moonwalk.nn.OrthogonalConv2d`.
+    - `kernel_size`, `padding`, `spread`: of the convolutions; see `moonwalk.nn.OrthogonalConv2d`.
     - `stem_size`: the size of the stem's kernel, which is unconstrained; odd.
     - `head`: `"flatten"`, a dense layer that reads all positions, or `"mean"`, their mean alone.
-        Isometric layers lose nothing, and a mean almost all: it learned far more slowly.
+        Isometric layers lose nothing, but a mean loses almost everything: with it, training was far
+        slower.
 
     **Example:**
 
@@ -139,9 +141,10 @@ def isometric_cnn(
 
 
 def _paired(matrix: Float[Array, "c c"]) -> Float[Array, "c c"]:
-    """Rows for channels as MaxMin leaves them, all the larger ones first: pairs meet again.
+    """Permute a weight's rows for channels in MaxMin's order, all larger ones first: pairs meet again.
 
-    Without it the identity and MaxMin, layer after layer, would sort all channels of a position.
+    Without this, near-identity layers and MaxMin would, layer after layer, sort all channels of a
+    position.
     """
     channels = matrix.shape[0]
     return matrix[np.r_[0:channels:2, 1:channels:2]]

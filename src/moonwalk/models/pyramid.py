@@ -29,9 +29,9 @@ def pyramid_cnn(
     256 × 256 × 128 channels. Each subsequent layer applies a 3 × 3 × 128 × 128 convolution with stride 2
     and padding 1 […]. All activation functions are LeakyReLU, and the final layer performs max pooling
     and projects the feature map to a scalar." The paper does not say how channels are upsampled (here:
-    by a 1×1 convolution, unconstrained), nor the slope (here 1/4: with much less, error would grow). Its
-    pivots are triangular; here they are diagonal by default, which lets no error grow. There is one
-    output per class.
+    by an unconstrained 1×1 convolution), nor what the slope is (here 1/4; error would grow with much
+    smaller ones). Its pivots are triangular; here they are diagonal by default, so that error does not
+    grow. There is one output per class.
 
     **Arguments:**
 
@@ -39,8 +39,8 @@ def pyramid_cnn(
     - `classes`
     - `key`
     - `width`: channels of every layer.
-    - `depth`: convolutions after the stem; None: as many as halve the size down to 2 or 3.
-    - `pivot`: of these; `"lower"` is the paper's.
+    - `depth`: the number of convolutions after the stem; None: enough to halve the size down to 2 or 3.
+    - `pivot`: of the convolutions; `"lower"` is the paper's.
     - `slope`: of the LeakyReLU.
     - `stem_size`: the size of the stem's kernel, 1 or 3.
     - `use_bias`: in the convolutions.

@@ -18,9 +18,8 @@ _GROUP = 16  # channels per group of a normalisation
 class ResidualBlock(eqx.Module):
     """x + conv(act(norm(conv(act(norm(x)))))); with `halves`, on half the size.
 
-    The branch is halved by pixel-unshuffling, so that channels do not expand in a constrained
-    convolution; the shortcut by the mean over windows, with zeros for channels that are new. Neither has
-    weights.
+    The branch is halved by pixel-unshuffling, so that no constrained convolution has to expand channels;
+    the shortcut by the mean over windows, with zeros for new channels. Neither has weights.
     """
 
     norms: tuple[nn.GroupNorm, nn.GroupNorm]
@@ -79,7 +78,7 @@ def residual_cnn(
     - `key`
     - `pivot`: None or `"free"`: unconstrained; `"lower"`: the paper's; `"diagonal"`, `"identity"`.
     - `widths`: channels of each block, none fewer than those of the block before.
-    - `halved`: numbers of the blocks that halve the size, which must be even there.
+    - `halved`: indices of the blocks that halve the size, which must be even there.
     - `slope`: of the LeakyReLU.
 
     **Example:**

@@ -15,7 +15,7 @@ from .. import nn, settings
 
 
 class Attention(eqx.Module):
-    """Multi-head self-attention over the last axis but one, after a LayerNorm."""
+    """Multi-head self-attention over the second-last axis, after a LayerNorm."""
 
     norm: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention
@@ -51,12 +51,12 @@ class MLP(eqx.Module):
 
 
 def _quiet(layer: Any, where: Callable[[Any], Array]) -> Any:
-    """A branch that starts small: a deep stack of them starts close to the identity."""
+    """A branch with a small initial output, so that a deep stack starts close to the identity."""
     return eqx.tree_at(where, layer, where(layer) / 8)
 
 
 def _over_batches(fun: Callable[[Array], Array], x: Array, own: int) -> Array:
-    """A function of the last `own` axes, over all the others."""
+    """A function of the last `own` axes, mapped over all others."""
     flat = x.reshape((-1, *x.shape[-own:]))
     return jax.vmap(fun)(flat).reshape(x.shape)
 
@@ -106,7 +106,7 @@ def reversible_transformer(
     - `depth`: blocks.
     - `heads`: of the attention.
     - `ratio`: how many times wider than a token the MLP is.
-    - `patch`: positions along each axis that become one token; None: the largest divisor up to 4.
+    - `patch`: how many positions along each axis become one token; None: the largest divisor up to 4.
 
     **Example:**
 

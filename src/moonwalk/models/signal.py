@@ -27,9 +27,9 @@ def conv1d_cnn(
     stride and padding to 1. The 2048 × 3 input is upsampled to 2048 × 256, and kept at this shape across
     layers."
     The paper does not say how channels are upsampled (here: pointwise, unconstrained), nor what the last
-    layer does (here: the mean over the signal, and one output per class). Its pivots are triangular; a
-    diagonal first tap serves spans as well. The layers are scanned over: compile time does not grow with
-    their number.
+    layer does (here: the mean over the signal, and one output per class). Its pivots are triangular;
+    spans work as well with a diagonal first tap. The layers are scanned over, so compile time does not
+    grow with their number.
 
     **Arguments:**
 
@@ -38,7 +38,7 @@ def conv1d_cnn(
     - `key`
     - `width`: channels of every layer.
     - `depth`: convolutions after the stem.
-    - `pivot`: of these; `"lower"` is the paper's.
+    - `pivot`: of the convolutions; `"lower"` is the paper's.
     - `slope`: of the LeakyReLU.
     - `kernel_size`: odd.
 

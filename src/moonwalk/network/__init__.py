@@ -1,1 +1,1 @@
-"""From a flat jaxpr to a network: prologues of weights and of data, and nodes. A loop owns a network."""
+"""From a flat jaxpr to a network: prologues for weights and data, and nodes. A loop owns a network."""

@@ -7,8 +7,8 @@
 
 The partition of `graph` keeps all uses of a variable in one block, because the vijp of a whole function
 needs that. Here a block that no rule serves is opened: a variable that several nodes read is split by a
-`Fork`, whose outputs are copies of it. Then every variable has exactly one reader, and its cotangent is
-what that reader says.
+`Fork`, whose outputs are copies of it. Then every variable has exactly one reader, which alone
+determines its cotangent.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Fork(Block):
 
 
 class Service:
-    """A rule and its verdict, found when they are asked for.
+    """A rule and its verdict, found on first use.
 
-    Whether a light block has a rule matters to walks and reports alone: to find out takes a trace of its
-    derivative, and a plan that stores and recomputes does without.
+    Only walks and reports need to know whether a light block has a rule. Finding out takes a trace of
+    its derivative, which a plan that stores and recomputes can do without.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Node:
     block: Block
     weights: tuple[Any, ...]
     service: Service
-    checkpointed: bool = False  # stands in a region that the user wrapped in jax.checkpoint
-    is_stem: bool = False  # reads no state, and nothing that only a forward pass has
+    checkpointed: bool = False  # lies in a region that the user wrapped in jax.checkpoint
+    is_stem: bool = False  # reads no state, and nothing else that only a forward pass has
     same: Node | None = None  # the first node of the network that computes the same
 
     @property
     def model(self) -> Node:
-        """The node that stands for all that compute the same, for what follows from a block alone."""
+        """The representative of the nodes that compute the same, for what depends on a block alone."""
         return self if self.same is None else self.same
 
     @property
@@ -110,7 +110,7 @@ class Node:
 
     @property
     def verdict(self) -> Verdict:
-        """What is known of it, and why."""
+        """Whether it is submersive, and why."""
         return self.service.verdict
 
     def served_by(self, rule: Rule | None, verdict: Verdict | None = None) -> Node:
@@ -132,7 +132,7 @@ class Node:
 
     @cached_property
     def is_heavy(self) -> bool:
-        """Whether it does work worth a barrier of its own."""
+        """Whether it does enough work to deserve its own barrier."""
         return any(is_heavy(e) for e in self.block.eqns)
 
     @cached_property
@@ -146,12 +146,12 @@ class Node:
 
     @cached_property
     def is_silent(self) -> bool:
-        """It prints or calls back, and returns nothing."""
+        """Whether it only prints or calls back, and returns nothing."""
         return self.effects and not (self.block.outputs or self.block.exports)
 
     @cached_property
     def calls_once(self) -> bool:
-        """Something inside calls back to the host and reads the answer, which must happen once."""
+        """Whether it calls back to the host and reads the answer, which must happen only once."""
         return any(_jax.has_effects(e) and e.outvars for e in self.block.eqns)
 
     def describe(self) -> str:
@@ -172,7 +172,7 @@ _LAYOUT = MOVING | {lax.convert_element_type_p}
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Products, convolutions, loops and calls: where the time goes."""
+    """Whether an equation is a product, convolution, loop or call, where most of the time goes."""
     own = {_jax.custom_jvp_call_p, _jax.custom_vjp_call_p}
     if eqn.primitive in own:
         inner, _ = _jax.called_jaxpr(eqn)
@@ -189,24 +189,24 @@ _HEAVY_NAMES = {"custom_vijp_call", "shard_map", "ragged_dot_general", "fft"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Network:
-    """Sides and nodes of one flat jaxpr."""
+    """The prologues and nodes of one flat jaxpr."""
 
     nodes: tuple[Node, ...]
     weight_prologue: tuple[JaxprEqn, ...]
     data_prologue: tuple[JaxprEqn, ...]
     state: tuple[Any, ...]
-    outputs: tuple[Any, ...]  # of the nodes; one per wanted output, copies where a value is shared
+    outputs: tuple[Any, ...]  # one variable per wanted output; copies where a value is shared
     fixed: frozenset[
         Any
     ]  # variables that every phase can read: weights, data, and what their prologues make
-    weights: frozenset[Any]  # of these, the ones a derivative flows from
-    on_weights: frozenset[Any]  # of the fixed ones, those that depend on a weight at all
+    weights: frozenset[Any]  # those of `fixed` that are differentiated
+    on_weights: frozenset[Any]  # those of `fixed` that depend on a weight
     results: frozenset[Any]  # what the jaxpr returns
-    numbers: frozenset[Any] = frozenset()  # of the fixed ones, those that are neither weights nor data
-    memory: dict[Any, Any] = field(default_factory=dict)  # of its nodes: residuals, bodies, made once
+    numbers: frozenset[Any] = frozenset()  # those of `fixed` that depend on neither weights nor data
+    memory: dict[Any, Any] = field(default_factory=dict)  # derived once per model: residuals, bodies
 
     def kinds(self, variables: Iterable[Any]) -> list[str]:
-        """Of each operand: "weight", "data", or "moving" where only a forward pass has it."""
+        """For each operand "weight", "data", or "moving" if only a forward pass has its value."""
         return [
             "moving" if v not in self.fixed else "weight" if v in self.on_weights else "data"
             for v in variables
@@ -214,7 +214,7 @@ class Network:
 
     @cached_property
     def uses(self) -> Counter[Node]:
-        """Of each model: how many nodes compute the same."""
+        """For each model, how many nodes compute the same."""
         return Counter(n.model for n in self.nodes)
 
     @cached_property
@@ -224,7 +224,7 @@ class Network:
 
     @cached_property
     def last_read(self) -> dict[Any, int]:
-        """The last node that reads a variable."""
+        """For each variable, the last node that reads it."""
         last: dict[Any, int] = {}
         for i, node in enumerate(self.nodes):
             for v in (*node.block.inputs, *node.block.operands):
@@ -250,10 +250,10 @@ def build(
     **Arguments:**
 
     - `state`: inputs through which a cotangent flows and leaves (a scan's carry).
-    - `weights`: inputs whose gradient is wanted, and that are no part of the data's way.
+    - `weights`: inputs whose gradient is wanted, but which are not part of the state.
     - `outputs`: the variables whose cotangents come in.
     - `volatile`: inputs without a derivative that later phases cannot read (a scan's counter).
-    - `constants`: inputs that are no data either (numbers known while tracing).
+    - `constants`: inputs that do not count as data (numbers known while tracing).
     """
     folded = Constants(jaxpr.eqns, consts or {})
     declared = propagate(jaxpr.eqns, declarations or {})
@@ -304,12 +304,12 @@ def _with_models(network: Network) -> tuple[Node, ...]:
 
 
 def small(variables: Iterable[Any]) -> list[Any]:
-    """Arrays of a few numbers (thresholds, coefficients) are no data, wherever they were closed over."""
+    """The variables of a few numbers (thresholds, coefficients), which do not count as data."""
     return [v for v in variables if v.aval.size <= 16]
 
 
 class _Prologues:
-    """Which equations depend on what."""
+    """Sorts equations into weight prologue, data prologue and network by what they depend on."""
 
     def __init__(
         self,
@@ -351,11 +351,11 @@ class _Prologues:
         self.network_vars = {v for e in self.network for v in e.outvars}
 
     def absorbed(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """`eqns`, after the steps of the prologues that only blow their operands up.
+        """`eqns`, preceded by the steps of the prologues that only enlarge their operands.
 
-        A bias, broadcast to a whole activation, is activation-sized on the weight prologue and so would
-        be its gradient; broadcast inside the node, both stay the size of a bias. A scan stays alone: its
-        layers are cut by themselves.
+        A bias that the weight prologue broadcasts to an activation would be as large as one, and so
+        would its gradient. Broadcast inside the node, both stay the size of a bias. A scan absorbs
+        nothing, because its layers are cut by themselves.
         """
         if len(eqns) == 1 and eqns[0].primitive is lax.scan_p:
             return list(eqns)
@@ -378,7 +378,7 @@ def _expands(eqn: JaxprEqn) -> bool:
 
 
 def _shapes_a_weight(eqn: JaxprEqn, on_weights: set[Any]) -> bool:
-    """`w * mask`, `w_frozen + a @ b`: data that is combined with a weight, entry by entry."""
+    """Whether it combines a weight with data, entry by entry: `w * mask`, `w_frozen + a @ b`."""
     if eqn.primitive not in POINTWISE or eqn.outvars[0].aval.ndim < 2:
         return False
     size = eqn.outvars[0].aval.size
@@ -417,7 +417,7 @@ def _carries(eqn: JaxprEqn, active: set[Any]) -> bool:
 
 
 def _reading(eqn: JaxprEqn, new: Mapping[Any, Any]) -> JaxprEqn:
-    """The equation with variables replaced where it reads them."""
+    """The equation with some of the variables that it reads replaced."""
     invars = [new.get(v, v) if _is_var(v) else v for v in eqn.invars]
     return eqn if invars == eqn.invars else eqn.replace(invars=invars)
 
@@ -425,7 +425,7 @@ def _reading(eqn: JaxprEqn, new: Mapping[Any, Any]) -> JaxprEqn:
 def _standing(
     groups: Sequence[Sequence[JaxprEqn]], forks: Forks
 ) -> tuple[list[tuple[Any, list[Any]]], dict[Any, Any]]:
-    """(the forks that can stand between the groups, the copies that are their variable again)."""
+    """(the forks that lie between groups, the copies to be replaced by their original variable)."""
     kept, restored = [], {}
     for v, copies in forks:
         own = next((g for g in groups if any(v is o for e in g for o in e.outvars)), [])
@@ -450,15 +450,15 @@ def _join_isometries(groups: Sequence[Sequence[JaxprEqn]], cutter: Cutter) -> li
     return [list(item.eqns) if isinstance(item, Block) else [item] for item in joined]
 
 
-Forks = Sequence[tuple[Any, Sequence[Any]]]  # variables, and the copies that take their place
+Forks = Sequence[tuple[Any, Sequence[Any]]]  # variables, each with the copies that replace it
 
 
 class _Pieces(NamedTuple):
     """Equations cut into groups, each of which becomes a part."""
 
     groups: list[list[JaxprEqn]]
-    forks: list[tuple[Any, list[Any]]]  # those that are left between the groups
-    restored: dict[Any, Any]  # copies that are not needed, and the variables that stand for them
+    forks: list[tuple[Any, list[Any]]]  # those that lie between groups
+    restored: dict[Any, Any]  # copies that were not needed, by the variables that replace them
     cutter: Cutter
 
     @property
@@ -470,8 +470,8 @@ class _Pieces(NamedTuple):
 class _Opener:
     """Makes nodes of groups of equations, opening those that no rule serves.
 
-    Groups never wait for each other: those of one `cut` have an order in which they can run, forks
-    included, and opening a group replaces it by groups that have one, too.
+    Groups never depend on each other in a cycle: those of one `cut` can be ordered, forks included, and
+    opening a group replaces it by groups that can be ordered too.
     """
 
     def __init__(
@@ -490,11 +490,11 @@ class _Opener:
     def cut(
         self, eqns: Sequence[JaxprEqn], outputs: Iterable[Any], forks: Forks, *, results: Iterable[Any]
     ) -> _Pieces:
-        """The finest groups of equations between which the forks can stand.
+        """Partition equations as finely as possible, with the forks between the groups.
 
-        `outputs`: variables to which a cotangent comes from outside. `results`: others that are read
-        outside. A fork inside a group would have to run in the middle of it: there its copies are the
-        variable itself again.
+        `outputs`: variables that receive a cotangent from outside. `results`: others that are read
+        outside. A fork inside a group would have to run in the middle of it, so the copies read there
+        are replaced by the original variable.
         """
         outputs = [v for v in outputs if _is_var(v)]
         outside = [*outputs, *(v for v in results if _is_var(v)), *(v for v, _ in forks)]
@@ -508,17 +508,17 @@ class _Opener:
         cutter = Cutter(
             [e for group in groups for e in group],
             results=frozenset(outside),
-            # A variable that is forked is read by its copies, which are no equations.
+            # A forked variable is read by its fork, which is not an equation.
             outputs=frozenset(v for v in (*outputs, *(v for v, _ in kept)) if v in active),
             active=frozenset(active),
             copies={copy: v for v, made in kept for copy in made},
             **self.facts,
         )
-        # A branch that forks and comes together again (a norm) is one block.
+        # A branch that forks and rejoins (a norm) becomes one block.
         return _Pieces(_join_isometries(groups, cutter), kept, restored, cutter)
 
     def add_all(self, pieces: _Pieces) -> None:
-        """The groups of a cut, and its forks."""
+        """Add the groups of a cut, and its forks."""
         for v, copies in pieces.forks:
             self.active.update(copies)
             fork = Fork((), (v,), tuple(copies), ())
@@ -527,10 +527,10 @@ class _Opener:
             self.add(group, pieces.cutter)
 
     def add(self, group: Sequence[JaxprEqn], cutter: Cutter) -> None:
-        """One group of the partition."""
+        """Add one group of a cut, opened if it is heavy and no rule serves it."""
         group = self.prologues.absorbed(group)
         block = cutter.block(group)
-        # What was absorbed stays in the prologue, too, for its other readers.
+        # Absorbed equations also stay in the prologue, for their other readers.
         block = replace(block, exports=tuple(v for v in block.exports if v not in self.prologues.fixed))
         if not block.outputs:
             self.parts.append((block, Service(None, Verdict(None, "carries no derivative"))))
@@ -543,7 +543,7 @@ class _Opener:
         self.parts.append((block, service))
 
     def _open(self, block: Block) -> bool:
-        """Split a variable that the block reads in several places that come together late."""
+        """Fork a variable with several readers in the block whose results are joined late."""
         if len(block.eqns) == 1 and block.eqns[0].primitive is lax.scan_p:
             return self._open_scan(block)
         for v in (*block.inputs, *(o for e in block.eqns for o in e.outvars if o in self.active)):
@@ -552,7 +552,7 @@ class _Opener:
                 continue
             copies = [Copy(v) for _ in uses]
             copy_of = {id(e): copy for copy, eqns in zip(copies, uses, strict=True) for e in eqns}
-            # What was absorbed from the prologues is absorbed again, by each part that reads it.
+            # Each part absorbs what it reads from the prologues again.
             own = [e for e in block.eqns if not self.prologues.fixed.issuperset(e.outvars)]
             eqns = [_reading(e, {v: copy_of.get(id(e), v)}) for e in own]
             pieces = self.cut(eqns, block.outputs, [(v, copies)], results=block.exports)
@@ -562,7 +562,7 @@ class _Opener:
         return False
 
     def _open_scan(self, block: Block) -> bool:
-        """Split a state that starts several carries of a scan."""
+        """Fork a state that starts several carries of a scan."""
         (eqn,) = block.eqns
         invars = list(eqn.invars)
         forks = []
@@ -580,7 +580,7 @@ class _Opener:
         return True
 
     def _uses(self, block: Block, v: Any) -> list[list[JaxprEqn]]:
-        """The readers of v, those together whose ways meet before all ways have met."""
+        """The readers of v, grouped: paths that meet before all paths have met share a group."""
         eqns = [e for e in block.eqns if _carries(e, self.active)]
         readers = [e for e in eqns if any(u is v for u in e.invars)]
         if len(readers) < 2 or v in block.outputs:
@@ -591,7 +591,7 @@ class _Opener:
                 remaining[u] = remaining.get(u, 0) + 1
         for u in block.outputs:
             remaining[u] = remaining.get(u, 0) + 1
-        # colours: which readers a variable descends from; the meeting point has nothing live beside it
+        # colours: which readers a variable descends from; where all paths meet, nothing else is live
         colours: dict[Any, set[int]] = {}
         reached: list[tuple[JaxprEqn, set[int]]] = []
         live: set[Any] = {v}
@@ -609,7 +609,7 @@ class _Opener:
             if not found and not own:
                 continue
             if not live and len(found | own) == len(readers):
-                break  # all ways meet here: what meets only here stays apart
+                break  # all paths meet here; what meets only here stays apart
             for o in e.outvars:
                 if o in self.active:
                     colours[o] = found | own
@@ -633,7 +633,7 @@ class _Opener:
         return list(together.values())
 
     def nodes(self, weights: set[Any]) -> list[Node]:
-        """All parts, in an order in which they can run, as close to the program's as can be."""
+        """All parts in an order in which they can run, as close to the program's order as possible."""
         producer = {v: i for i, (b, _) in enumerate(self.parts) for v in (*b.outputs, *b.exports)}
         reads = [
             dict.fromkeys(

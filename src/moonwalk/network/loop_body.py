@@ -22,8 +22,8 @@ class Body:
     consts: tuple[Any, ...]
     network: Network
     counts: _jax.ScanCounts
-    active: tuple[int, ...]  # carries that carry a cotangent
-    active_ys: tuple[int, ...]  # stacked outputs that do
+    active: tuple[int, ...]  # carries that have a cotangent
+    active_ys: tuple[int, ...]  # stacked outputs that have a cotangent
     weights: tuple[int, ...]  # inputs (consts or xs) whose gradient is wanted
     volatile: tuple[int, ...]  # inputs that Phase II cannot read
 
@@ -88,7 +88,7 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
     if any(v not in read for v in network.state):
         return "no cotangent reaches a carry at the start of a layer: only its values are read"
     if any(v not in on_way for v in carried):
-        # Its cotangent ends in the loop, layer after layer: no sweep could bring it back.
+        # Its cotangent ends in every layer, so no sweep could recover it from the layer before.
         return "a carry is overwritten by what does not depend on the state"
     return Body(
         jaxpr,
@@ -115,7 +115,7 @@ def _active_carries(
     final: Sequence[int],
     ys: Sequence[int],
 ) -> list[int]:
-    """Carries on a differentiable way from a weight or a state to an output, round the loop."""
+    """Carries on a differentiable path from a weight or state to an output, around the loop."""
     ins = jaxpr.invars[num_consts : num_consts + num_carry]
     outs = jaxpr.outvars[:num_carry]
     sources = [jaxpr.invars[i] for i in weights]

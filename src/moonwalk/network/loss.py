@@ -1,4 +1,4 @@
-"""A loss, staged: a flat jaxpr, which of its inputs are what, and its network."""
+"""A staged loss: a flat jaxpr, the roles of its inputs, and its network."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .cutting import Network
 
 
 class Staging(NamedTuple):
-    """A staged loss, and which of its inputs are what."""
+    """A staged loss, and the roles of its inputs."""
 
     staged: Staged
     weights: tuple[Any, ...]  # variables of the differentiated leaves that are weights
-    inputs: tuple[Any, ...]  # variables of those that are network inputs
+    inputs: tuple[Any, ...]  # variables of the differentiated leaves that are network inputs
     order: tuple[Any, ...]  # all differentiated leaves, in the order of the arguments
 
     @property
@@ -62,7 +62,7 @@ def cut(staging: Staging) -> Network:
 
 
 def refuse_effects(jaxpr: Any) -> None:
-    """A callback whose answer the loss reads would be asked again in Phase III."""
+    """Refuse a callback whose answer the loss reads: Phase III would call it again."""
     for e in jaxpr.eqns:
         if not _jax.has_effects(e):
             continue

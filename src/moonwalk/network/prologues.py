@@ -21,10 +21,10 @@ class WeightPrologue:
     """From parameters to the operands of the network's nodes, and back."""
 
     def __init__(self, network: Network, parameters: Sequence[Any], also: Sequence[Any] = ()):
-        """`also`: further variables of the weight prologue that somebody reads (auxiliary outputs)."""
+        """`also`: further variables of the weight prologue that are read (auxiliary outputs)."""
         self.parameters = tuple(parameters)
         made = {v for e in network.weight_prologue for v in e.outvars}
-        # An output that depends on weights alone is an operand of nothing, but its gradient is wanted.
+        # An output that depends on weights alone is no node's operand, but its gradient is wanted.
         outputs = (v for v in network.outputs if v in network.weights)
         self.wanted = tuple(dict.fromkeys((*network.wanted_weights, *outputs)))
         read = [v for n in network.nodes for v in n.block.operands if v in made]
@@ -49,7 +49,7 @@ class WeightPrologue:
         return [env[v] for v in self.wanted]
 
     def sources(self, operands: Iterable[Any]) -> list[Any]:
-        """The parameters that these operands follow from."""
+        """The parameters that these operands are computed from."""
         reached = set(operands)
         for e in reversed(self.eqns):
             if any(v in reached for v in e.outvars):
@@ -90,14 +90,15 @@ class DataPrologue:
 
 
 _CHEAP = POINTWISE | MOVING | {lax.iota_p}
-_MOST_STEPS = 32  # what takes more is work, to be done once
+_MOST_STEPS = 32  # longer chains are worth computing only once
 
 
 def cheap_steps(network: Network, variables: Iterable[Any]) -> list[JaxprEqn]:
-    """Steps of the data prologue that make some of these variables of less than themselves, in order.
+    """Steps of the data prologue that cheaply compute these variables from something smaller, in order.
 
-    A mask of indices, or one-hot labels, is as large as an activation, and made of next to nothing. Of
-    each variable these are its own step and, of what that reads, the steps of everything as large.
+    A mask computed from indices, or one-hot labels, is as large as an activation but made from next to
+    nothing. The steps of a variable are the one that makes it and those that make inputs of the same
+    size.
     """
     if "data makers" not in network.memory:
         network.memory["data makers"] = {v: e for e in network.data_prologue for v in e.outvars}
@@ -105,8 +106,8 @@ def cheap_steps(network: Network, variables: Iterable[Any]) -> list[JaxprEqn]:
     found: dict[int, JaxprEqn] = {}
     for v in variables:
         found.update(_steps_to(v, makers))
-    # In the order in which they are read. In that of the program, stretches that compute the same may
-    # differ: what the first of them has made is there for the others.
+    # In the order in which they are read, not in that of the program, in which stretches that compute
+    # the same may differ: there the later ones find some steps already taken by the first.
     done: dict[int, JaxprEqn] = {}
     pending = [makers[v] for v in reversed(list(variables)) if v in makers and id(makers[v]) in found]
     while pending:

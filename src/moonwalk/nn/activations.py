@@ -13,7 +13,7 @@ from .. import settings
 
 
 class LeakyReLU(eqx.Module):
-    """x where it is positive, slope · x elsewhere; a walk keeps one bit per entry.
+    """x where x is positive, slope · x elsewhere; a walk keeps one bit per entry.
 
     The smaller the slope, the faster error grows where a walk mixes channels: by
     (1 + slope²) / (2 slope) a layer. With a power of two and identity pivots nothing is rounded.
@@ -44,7 +44,7 @@ class Abs(eqx.Module):
 
 
 class MaxMin(eqx.Module):
-    """Of each two neighbouring channels the larger and the smaller: an isometry, one bit per pair.
+    """The larger and the smaller of every two neighbouring channels: an isometry, one bit per pair.
 
     All the larger ones come first, then all the smaller ones. One comparison decides, so equal channels
     stay in their order, and the derivative at a tie is one-sided, in JAX and in a walk. `jnp.maximum`

@@ -3,7 +3,8 @@
     y[i] = Σ_j w[j] x[i - r·(k-1-j)]        w[k-1] = D, diagonal;   w[j] = D V_j, Σ_j ‖V_j‖₂ < 0.9
 
 The tap k-1 touches the present alone, so h'[i] = D⁻¹ h[i] - Σ_j V_j h'[i + r·(k-1-j)] runs from the end
-to the start. It forgets: error does not grow along a signal, however long that is (docs/numerics.md §5).
+to the start. The recursion forgets: error does not grow along a signal of any length (docs/numerics.md
+§5).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .inputs import checked, convolve
 class CausalConv1d(eqx.Module):
     """A causal convolution over x[..., n, channels], stable by construction.
 
-    A walk goes through it along the signal and keeps nothing, once a plan made from concrete arguments
-    has measured its gain. Under `jit` alone nothing tells a trace that it is stable, and a walk keeps
+    With a plan made from concrete arguments, which measures its gain, a walk goes through it along the
+    signal and keeps nothing. Under `jit` alone a trace cannot tell that it is stable, and a walk keeps
     half of the cotangent as fragments.
 
     **Arguments:**

@@ -1,8 +1,8 @@
-"""Unconstrained arrays to weights with a structure: plain functions, for layers of any library.
+"""Constraints: plain functions from unconstrained arrays to structured weights, for any library.
 
-Each takes a *raw* array, which an optimizer may move anywhere, to a weight of the structure that it
-declares (`moonwalk.declare`). They run on the weight prologue of a trace: once per
-step, whatever the batch is.
+Each maps a *raw* array, which an optimizer may move anywhere, to a weight with a structure, and declares
+it (`moonwalk.declare`). They run in the weight prologue of a trace: once per step, whatever the batch
+is.
 
 Diagonals that must stay away from zero are exp(log 2 · tanh(raw)): between 1/2 and 2, and 1 at raw = 0.
 No step of an optimizer, however large, makes such a pivot singular.
@@ -31,9 +31,9 @@ STABLE = 0.9  # Σ_j ‖W_pivot⁻¹ W_j‖₂ of a causal convolution (docs/num
 def orthogonal(raw: Float[Array, "*stack n m"]) -> Float[Array, "*stack n m"]:
     """Orthonormal columns, m ≤ n: the Q of raw = Q R with a positive diagonal of R.
 
-    With its signs fixed, Q is a smooth function of raw wherever raw has full rank, and raw itself where
-    raw is orthogonal already. Computed in float32 at least, and left there: rounded to fewer bits
-    it would not be orthogonal.
+    With its signs fixed, Q is a smooth function of raw wherever raw has full rank, and equals raw if raw
+    is already orthogonal. Computed in float32 at least, and left there: rounded to fewer bits it would
+    not be orthogonal.
 
     **Example:**
 
@@ -78,7 +78,7 @@ def lower(raw: Float[Array, "*stack n m"], scale: float | None = None) -> Float[
 
 
 def diagonal(raw: Float[Array, "*stack m"], rows: int | None = None) -> Float[Array, "*stack n m"]:
-    """diag(bounded(raw)), with zeros below if there are to be more `rows` than columns.
+    """diag(bounded(raw)), padded with zeros below to `rows` rows.
 
     **Example:**
 
@@ -112,9 +112,9 @@ def pivot_kernel(
 
     - `raw`: [*k, in / groups, out], channels last.
     - `structure`: one of those above.
-    - `taps`: which tap is the pivot, one number per axis. It must be the one that the rules read, which
-        depends on stride, padding and size: `moonwalk.nn.pivot_taps` tells.
-    - `groups`: of the convolution.
+    - `taps`: which tap is the pivot, one number per axis. It must be the tap that the rules use, which
+        depends on stride, padding and size: `moonwalk.nn.pivot_taps` returns it.
+    - `groups`: groups of the convolution.
 
     **Example:**
 
@@ -183,7 +183,7 @@ def spectral_bound(w: Float[Array, "*stack n m"], squarings: int = 5) -> Float[A
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     transposed = jnp.swapaxes(w, -1, -2)
     g = product(transposed, w) if w.shape[-2] >= w.shape[-1] else product(w, transposed)
-    least = jnp.finfo(w.dtype).eps ** 2  # of zeros there is a bound, and a derivative, too
+    least = jnp.finfo(w.dtype).eps ** 2  # zeros have a bound, and a derivative, too
     log_bound = jnp.zeros(w.shape[:-2], w.dtype)
     for i in range(squarings + 1):
         g = product(g, g) if i else g

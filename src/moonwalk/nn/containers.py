@@ -1,4 +1,4 @@
-"""Layers in a row."""
+"""Containers of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import settings
 class Sequential(eqx.Module):
     """Layers one after the other.
 
-    Anything that takes `x` and `key=` will do. A key that is given is split among the layers.
+    A layer is anything that takes `x` and `key=`. If a key is given, it is split among the layers.
 
     **Example:**
 
@@ -58,7 +58,7 @@ class Stack(eqx.Module):
 
     **Arguments:**
 
-    - `make`: `make(key)` builds one layer, which must return what it takes: same shape, same dtype.
+    - `make`: `make(key)` builds one layer, whose output must have the shape and dtype of its input.
     - `depth`
     - `key`
 

@@ -1,9 +1,9 @@
 """Convolutions with a pivot: one tap has a structure that a walk can divide by, all others are free.
 
-**Which tap** is the pivot follows from size, stride, padding and dilation, and is decided when a layer
-is called, by the code that the rules themselves ask (`rules.spans.declared_tap`): for stride >
-padding the lemma's tap, for causal convolutions the last one, for "same" convolutions of stride one,
-which keep fragments, the first.
+**Which tap** is the pivot follows from size, stride, padding and dilation. It is decided when a layer is
+called, by the same code that the rules use (`rules.spans.declared_tap`): for stride > padding the
+lemma's tap, for causal convolutions the last one, for "same" convolutions of stride one, which keep
+fragments, the first.
 
 **Variance.** An output's weights start with the total variance 2 / (1 + slope²), which keeps that of
 activations; the pivot's 1 is part of it.
@@ -156,7 +156,7 @@ class Conv(eqx.Module):
         return tuple((int(low), int(high)) for low, high in pairs)
 
     def _pads(self, size: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """In numbers, for an input of a size."""
+        """The padding in numbers, for an input of a given size."""
         if not isinstance(self.padding, str):
             return self.padding
         reach = [r * (k - 1) for k, r in zip(self.raw.shape, self.dilation, strict=False)]
@@ -166,7 +166,7 @@ class Conv(eqx.Module):
         return tuple(lax.padtype_to_pads(size, windows, self.stride, self.padding))
 
     def kernel(self, size: Sequence[int], dtype: jnp.dtype | None = None) -> Float[Array, "*taps m out"]:
-        """The kernel [*taps, in / groups, out] for an input of a spatial size, declared."""
+        """The declared kernel [*taps, in / groups, out] for an input of a given spatial size."""
         raw = self.raw if dtype is None else self.raw.astype(dtype)
         if self.pivot == "free":
             return raw
@@ -200,7 +200,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _std(m: int, out: int, taps: int, pivot: str, total: float) -> float:
-    """Of the entries that are drawn, so that an output's weights have the variance `total` together."""
+    """The standard deviation of random entries that gives an output's weights the variance `total`."""
     if pivot == "free":
         return math.sqrt(total / (taps * m))
     drawn = (taps - 1) * m
@@ -226,7 +226,7 @@ class Conv2d(Conv):
     | `"lower"` | lower triangular, its diagonal within [1/2, 2] | measured by a plan |
     | `"free"` | nothing is imposed | measured by a plan |
 
-    With a stride larger than the padding, and no larger a kernel than both together, all windows are
+    If the stride is larger than the padding and the kernel no larger than their sum, all windows are
     solved at once. Otherwise walks go from window to window, or keep a fragment.
 
     **Arguments:**
@@ -238,7 +238,7 @@ class Conv2d(Conv):
     - `groups`: each has a pivot of its own.
     - `pivot`: as above.
     - `use_bias`
-    - `slope`: of the activation that follows, for the variance that weights start with.
+    - `slope`: the slope of the activation that follows, which sets the initial variance of the weights.
     - `key`
 
     **Example:**

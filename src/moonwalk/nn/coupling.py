@@ -4,13 +4,13 @@
     y₂ = x₂ + G(y₁)          x₁ = y₁ − F(x₂)
 
 (Dinh et al. 2014; reversible residual networks: Gomez et al. 2017; reversible attention: Kitaev et al.
-2020.) A coupling is two *shears* (a, b) ↦ (a + f(b), b). Of each, with h the cotangents of (a, b),
+2020.) A coupling is two *shears* (a, b) ↦ (a + f(b), b). For each, with h the cotangents of (a, b),
 
     vjp    h_a = h'_a,   h_b = h'_b + h'_a f'(b)
     vijp   h'_a = h_a,   h'_b = h_b − h_a f'(b)
 
 so the vijp exists for every f, and needs the vjp of f alone. `moonwalk.value_and_grad` inverts couplings
-(`inversion`): nothing of them is kept but the last one's output.
+(`segments.invert`), and keeps only the last one's output.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Coupling(eqx.Module):
     """y₁ = x₁ + f(x₂), y₂ = x₂ + g(y₁): a reversible layer from any two functions.
 
     The state is a pair (x₁, x₂), or one array whose last axis holds both halves. f and g take one half,
-    of whatever dtype and shape, and return the other's increment. Modules, and functions that close over
-    arrays, serve alike. `inverse` runs it backwards.
+    of whatever dtype and shape, and return the other's increment. They may be modules, or functions that
+    close over arrays. `inverse` runs the layer backwards.
 
     **Arguments:**
 
-    - `f`, `g`: functions of one array, and of a keyword `key` if the coupling is called with one.
+    - `f`, `g`: functions of one array, and of a keyword `key` if the coupling is called with a key.
 
     **Example:**
 
@@ -113,10 +113,10 @@ def _join(halves: list[Any], like: Any) -> Any:
 
 
 def _split(f: Callable[..., Any], x: Any, which: int, key: Any) -> tuple[Any, Any]:
-    """The arrays of a function of one half of x, those that it closes over too, and the rest of it."""
+    """A function of one half of x, as arrays (those that it closes over included) and a static rest."""
     keyed = {} if key is None else {"key": key}
     half = jax.eval_shape(lambda x: _half(x, which), x)
-    # In a function of its own: arrays among f's default arguments would stay in what is static.
+    # Wrapped, because arrays among f's default arguments would remain in the static part.
     f = eqx.filter_closure_convert(lambda b, **keyed: f(b, **keyed), half, **keyed)
     arrays, static = eqx.partition(f, eqx.is_array)
     return (arrays, key), static
@@ -135,7 +135,7 @@ def _increment(b: Any, moving: Any, static: Any, like: Any) -> Any:
 
 
 def _moved(x: Any, moving: Any, static: Any, which: int, sign: int) -> Any:
-    """x with the increment of one half, made of the other, added or taken away."""
+    """x with the increment of one half, computed from the other, added or subtracted."""
     halves = [_half(x, 0), _half(x, 1)]
     increment = _increment(halves[1 - which], moving, static, halves[which])
     halves[which] = halves[which] + increment if sign > 0 else halves[which] - increment
@@ -152,7 +152,7 @@ _shear = custom_vijp(shear, nondiff_argnums=(2, 3))
 
 @_shear.definverse
 def unshear(y: Any, moving: Any, static: Any, which: int) -> Any:
-    """The other half is as it was, so f of it is, too."""
+    """The inverse of `shear`: the other half is unchanged, and so is f of it."""
     return _moved(y, moving, static, which, -1)
 
 

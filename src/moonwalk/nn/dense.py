@@ -25,15 +25,15 @@ class Linear(eqx.Module):
     | `"lower"` | lower triangular, diagonal within [1/2, 2] | keeps nothing; a plan measures its gain |
     | `"free"` | anything | as a plan measures it |
 
-    A layer that expands keeps the `out - in` coordinates that it loses.
+    Of a layer that expands, a walk keeps the `out - in` coordinates of the cotangent that it loses.
 
     **Arguments:**
 
     - `in_features`, `out_features`
     - `kind`: as above.
     - `use_bias`
-    - `slope`: of the activation that follows, for the variance that a lower or free layer starts with:
-        2 / (1 + slope²) per output.
+    - `slope`: the slope of the activation that follows, which sets the initial variance of a lower or
+        free layer: 2 / (1 + slope²) per output.
     - `key`
 
     **Example:**
@@ -81,8 +81,8 @@ class Linear(eqx.Module):
         self.kind = kind
         self.raw = std * jax.random.normal(key, (in_features, out_features))
         if kind == "orthogonal":
-            # From a weight that is its own Q: the QR of a Gaussian matrix is badly conditioned, and its
-            # derivative loses digits.
+            # Start from a matrix that is its own Q, because the QR of a Gaussian matrix is badly
+            # conditioned and its derivative loses digits.
             self.raw = self._weight(self.raw)
         self.bias = jnp.zeros(out_features) if use_bias else None
 
@@ -103,7 +103,7 @@ class Linear(eqx.Module):
     ) -> Float[Array, "*batch m"]:
         checked("Linear", x, 0, self.raw.shape[0])
         if self.kind == "orthogonal":
-            # Rounded to half precision a weight is orthogonal no more: the product is rounded instead.
+            # In half precision the weight would not be orthogonal, so the product is rounded instead.
             y = (x @ self.weight.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
         else:
             y = x @ self._weight(self.raw.astype(x.dtype))

@@ -12,7 +12,7 @@ SPATIAL = "DHW"
 
 
 def checked(name: str, x: Array, dims: int, channels: int | None = None) -> tuple[int, ...]:
-    """The spatial size of x[..., *size, channels]; or an error that says what is wrong with it."""
+    """The spatial size of x[..., *size, channels]; raises an error if x does not fit."""
     x_shape = jnp.shape(x)
     if len(x_shape) < dims + 1 or channels not in (None, x_shape[-1]):
         last = "channels" if channels is None else channels
@@ -31,7 +31,7 @@ def checked(name: str, x: Array, dims: int, channels: int | None = None) -> tupl
 def checked_raw(
     name: str, raw: Array, least: int = 2, most: int | None = None, shape: str = "[..., n, m]"
 ) -> tuple[int, ...]:
-    """The shape of what a constraint is given; or an error that says what is wrong with it."""
+    """The shape of a constraint's argument; raises an error if that does not fit."""
     if not hasattr(raw, "shape") or not hasattr(raw, "dtype"):
         raise TypeError(f"{name}: takes an array {shape}, got {raw!r} of type {type(raw).__name__}")
     if len(raw.shape) < least or (most is not None and len(raw.shape) > most):

@@ -1,4 +1,4 @@
-"""Isometric layers: orthogonal convolutions, and downsampling that loses nothing it need not."""
+"""Isometric layers: orthogonal convolutions, and downsampling."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OrthogonalConv(eqx.Module):
     ) -> Float[Array, "*batch_and_size c"]:
         d, dtype = self.dims, x.dtype
         size = checked(type(self).__name__, x, d, self.raw.matrix.shape[-1])
-        # Rounded to half precision a kernel is orthogonal no more: the product is rounded instead.
+        # In half precision the kernel would not be orthogonal, so the product is rounded instead.
         w = self.weight.astype(jnp.promote_types(dtype, jnp.float32))
         reach = w.shape[0] - 1
         low, high = reach // 2, reach - reach // 2
@@ -90,7 +90,7 @@ def _wrapped(x: Array, axis: int, low: int, high: int) -> Array:
     """The last entries before the first, and the first after the last."""
     size = x.shape[axis]
     parts = [(size - low, size), (0, size), (0, high)]
-    # A slice of nothing would be one more reader of the state.
+    # An empty slice would still be one more reader of the state.
     return lax.concatenate(
         [x if (a, b) == (0, size) else lax.slice_in_dim(x, a, b, axis=axis) for a, b in parts if a < b],
         axis,
@@ -112,7 +112,7 @@ class OrthogonalConv2d(OrthogonalConv):
     | `"CIRCULAR"` | keeps nothing, loses no accuracy: the vijp is the jvp |
     | `"ZEROS"` | keeps the cotangents of the windows at the edges, loses no accuracy |
 
-    Circular ones cost a copy of the input, with its wrapped edges. The kernel is paraunitary
+    Circular padding costs a copy of the input with its wrapped edges. The kernel is paraunitary
     (`moonwalk.nn.paraunitary_kernel`).
 
     **Arguments:**
@@ -121,8 +121,8 @@ class OrthogonalConv2d(OrthogonalConv):
     - `kernel_size`: along each axis. Odd ones are centred; even ones reach one position further on.
     - `padding`: as above.
     - `use_bias`
-    - `spread`: how far the kernel starts from doing nothing. 1: random; 0: the identity (of an odd
-        size), from where it learns. Small numbers suit deep networks.
+    - `spread`: how far the initial kernel is from the identity. 1: random; 0: the identity (for odd
+        sizes). Small numbers suit deep networks.
     - `key`
 
     **Example:**
@@ -147,7 +147,7 @@ class Downsample(eqx.Module):
     **Arguments:**
 
     - `in_channels`, `out_channels`: no more out than in · factorᵈⁱᵐˢ.
-    - `factor`: by which every axis shrinks; it must divide their sizes.
+    - `factor`: by which every spatial axis shrinks; it must divide their sizes.
     - `dims`: how many spatial axes there are.
     - `key`
 

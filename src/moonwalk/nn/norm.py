@@ -12,10 +12,10 @@ from .inputs import checked
 
 
 class GroupNorm(eqx.Module):
-    """Mean 0, variance 1 in each group of channels, over it and the `dims` axes before the last.
+    """Mean 0 and variance 1 over each group of channels and the `dims` axes before the last.
 
-    A walk keeps two numbers per group of its output's cotangent, and its input where nothing recomputes
-    that.
+    A walk keeps two numbers per group of the output's cotangent, and the input unless that is
+    recomputed.
 
     **Arguments:**
 

@@ -2,32 +2,33 @@
 
 A convolution of stride 1 on an endless (or circular) axis is orthogonal if its kernel w[j] [in, out] is
 *paraunitary*: rows of windows d apart have the products Σ_j w[j]ᵀ w[j+d] = I for d = 0, and 0 for all
-others. Whatever is put together from such layers is such a layer, and the smallest one that reaches over
-two positions takes some directions from here and the others from next door. With P a symmetric
-projector, P² = P = Pᵀ, and P̄ = I - P, the kernel of two taps
+others. A composition of such layers is such a layer, and the smallest one that spans two positions takes
+some directions from one position and the others from its neighbour. With P a symmetric projector, P² = P
+= Pᵀ, and P̄ = I - P, the kernel of two taps
 
     P + P̄ z        (z: one position on)
 
 has w[0]ᵀw[0] + w[1]ᵀw[1] = P + P̄ = I and w[0]ᵀw[1] = P P̄ = 0. So k-1 of them along an axis, and an
 orthogonal matrix Q for the channels, make a kernel of k taps. Along several axes factors for all of
-them take turns: a pair (P + P̄ z₁)(R + R̄ z₂) is a kernel of 2 × 2 taps, P R, P R̄, P̄ R, P̄ R̄, and k-1 such
-pairs one of k × k. That is the block convolution of [1, 2], where kernels of this kind are described.
+them take turns: a pair (P + P̄ z₁)(R + R̄ z₂) is a kernel of 2 × 2 taps, P R, P R̄, P̄ R, P̄ R̄, and k-1
+such pairs one of k × k. That is the block convolution of [1, 2], where kernels of this kind are
+described.
 
 **Projectors** are U Uᵀ with U from the QR of an unconstrained matrix [c, r], r = ⌊c/2⌋. All have this
-rank: no continuous path changes it, and with half of the channels moving in each factor the kernel is
-centred, on average.
+rank, because no continuous path changes it; and since half of the channels move in each factor, the
+kernel is centred on average.
 
-**Centre.** Every second factor is P̄ + P z, in the opposite order of axes, for the sake of
+**Centre.** Every second factor is P̄ + P z, with the axes in opposite order, because
 
     (P + P̄ z₁)(R + R̄ z₂) · (R̄ + R z₂)(P̄ + P z₁) = z₁ z₂:
 
-two factors with equal projectors are a mere shift by one position along each axis. A kernel of odd size
+two factors with equal projectors only shift by one position along each axis. A kernel of odd size
 whose projectors are equal in pairs is Q at its centre tap and zero elsewhere, so training can start from
 layers that do not mix positions (`paraunitary_init`); its taps lie symmetrically around that one.
 
-**Accuracy.** K P = (K U) Uᵀ and K P̄ = K - K P, in float32 at least and without reduced products. Where
-rounding takes UᵀU away from I, it takes the kernel's products away by as much, once for each factor.
-Nothing in it depends on how the raw arrays got to be what they are, so it does not grow in training.
+**Accuracy.** K P = (K U) Uᵀ and K P̄ = K - K P, in float32 at least and without reduced products. If
+rounding moves UᵀU away from I, the kernel's products move by as much, once for each factor. The error
+depends only on the present raw arrays, so it does not accumulate in training.
 
 1. Xiao, Bahri, Sohl-Dickstein, Schoenholz, Pennington: Dynamical isometry and a mean field theory of
    CNNs (ICML 2018).
@@ -65,9 +66,10 @@ def paraunitary_init(key: Array, channels: int, taps: int, dims: int = 1, *, spr
 
     **Arguments:**
 
-    - `channels`, `taps`, `dims`: the kernel will be [taps] × dims × [channels, channels].
-    - `spread`: how far it is from doing nothing. 0: the identity at the centre tap (of odd `taps`), zero
-        elsewhere; 1: projectors and a matrix that have nothing to do with each other.
+    - `channels`, `taps`, `dims`: the kernel will have `taps` taps along each of `dims` axes, and
+        `channels` channels in and out.
+    - `spread`: how far the kernel is from the identity. 0: the identity at the centre tap (for odd
+        `taps`), zero elsewhere; 1: independent random projectors and matrix.
     """
     settings.counts("paraunitary_init", channels=channels)
     spread = settings.finite("paraunitary_init", "spread", spread)
@@ -81,7 +83,7 @@ def paraunitary_init(key: Array, channels: int, taps: int, dims: int = 1, *, spr
             f"paraunitary_init: a kernel has taps and axes, got {taps!r} taps, {dims!r} axes"
         )
     shared_key, own_key, matrix_key = jax.random.split(key, 3)
-    # QR does not mind the scale, but steps of an optimizer are relative to it: columns of length one.
+    # QR ignores the scale, but an optimizer's steps are relative to it, so columns have length one.
     std, shape = 1 / math.sqrt(channels), (dims, channels, channels // 2)
     shared = std * jax.random.normal(shared_key, (taps // 2, *shape))
     shared = jnp.repeat(shared, 2, axis=0)[: taps - 1]
@@ -94,8 +96,9 @@ def paraunitary_init(key: Array, channels: int, taps: int, dims: int = 1, *, spr
 def paraunitary_kernel(raw: Raw) -> Float[Array, "*stack *taps c c"]:
     """The kernel [taps…, in, out] of an orthogonal convolution, declared `"isometric"`.
 
-    Of stacked raw arrays, a stack of kernels. Use it with as many circular or zero pads as keep the
-    size; with zeros the edges of the cotangent leave no trace, and walks keep them.
+    Stacked raw arrays give a stack of kernels. Use the kernel with circular or zero padding that keeps
+    the size; with zeros, the edges of the output's cotangent leave no trace in the input's, and walks
+    keep them.
 
     **Example:**
 

@@ -27,12 +27,12 @@ class Patchify(eqx.Module):
 
     **Arguments:**
 
-    - `in_channels`, `out_channels`: of an orthogonal layer, no more out than a patch has numbers.
+    - `in_channels`, `out_channels`: in an orthogonal layer, no more out than a patch has numbers.
     - `patch`: its size p along each axis; positions that fill no patch are left out.
     - `dims`: how many spatial axes there are.
     - `kind`: as above.
     - `use_bias`
-    - `slope`: of the activation that follows, for the variance that a free layer starts with.
+    - `slope`: the slope of the activation that follows, which sets the initial variance of a free layer.
     - `key`
 
     **Example:**
@@ -88,14 +88,14 @@ class Patchify(eqx.Module):
         shape = (*(self.patch,) * self.dims, -1, self.raw.shape[-1])
         if self.kind == "free":
             return self.raw.reshape(shape)
-        # Windows do not meet, so the whole convolution is as isometric as its matrix is.
+        # Windows do not overlap, so the convolution is isometric if its matrix is.
         return declare(constraints.orthogonal(self.raw).reshape(shape), "isometric")
 
     def __call__(
         self, x: Float[Array, "*batch_and_size c"], *, key: Array | None = None
     ) -> Float[Array, "*batch_and_size out"]:
         checked("Patchify", x, self.dims, self.raw.shape[0] // self.patch**self.dims)
-        # Rounded to half precision a weight is orthogonal no more: the product is rounded instead.
+        # In half precision the weight would not be orthogonal, so the product is rounded instead.
         wide = jnp.promote_types(x.dtype, jnp.float32) if self.kind == "orthogonal" else x.dtype
         stride, none = (self.patch,) * self.dims, ((0, 0),) * self.dims
         y = convolve(x.astype(wide), self.kernel.astype(wide), stride, none).astype(x.dtype)

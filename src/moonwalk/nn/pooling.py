@@ -90,7 +90,8 @@ class GlobalMax(eqx.Module):
 class Unshuffle(eqx.Module):
     """Pixel-unshuffling, space to depth: [..., h, w, c] -> [..., h/f, w/f, f²·c]. A permutation.
 
-    It halves a picture and loses nothing, and makes room for layers whose channels must not expand.
+    It halves the size of an image without losing anything, and multiplies the channels for layers that
+    must not expand them.
 
     **Arguments:** `factor`, `dims`.
 
@@ -137,5 +138,5 @@ def _dims(name: str, dims: int) -> int:
 def _reduce(name: str, reducer: Any, start: float, x: Array, window: int, dims: int) -> Array:
     checked(name, x, dims)
     shape = (1,) * (x.ndim - dims - 1) + (window,) * dims + (1,)
-    # A concrete start: JAX then knows which reduction it is, and its derivative.
+    # With a concrete initial value JAX recognises the reduction and knows its derivative.
     return lax.reduce_window(x, np.asarray(start, x.dtype), reducer, shape, shape, "VALID")

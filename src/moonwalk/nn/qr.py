@@ -11,10 +11,10 @@ M; here R⁻¹ is made by products, all layers of a stack and all diagonal block
     [A B]⁻¹   [A⁻¹  -A⁻¹ B D⁻¹]
     [0 D]   = [0         D⁻¹  ],        blocks of 1, 2, 4, …
 
-For on a CPU, JAX's decompositions and solves of a *stack* wait, on a thread of XLA's pool, for other
-threads of that pool. As many of them at once as there are threads wait for ever: two stacks of QR
-decompositions in one gradient, on two cores (JAX 0.10). So on a CPU a stack is decomposed one by one,
-which was not slower, and nothing else here calls LAPACK.
+The reason: on a CPU, JAX's decompositions and solves of a *stack* occupy a thread of XLA's pool while
+they wait for other threads of that pool. If as many run at once as there are threads, they wait for
+ever, as two stacks of QR decompositions in one gradient did on two cores (JAX 0.10). So on a CPU a stack
+is decomposed one matrix at a time, which was not slower, and nothing else here calls LAPACK.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _each(a: Float[Array, "stack n m"]) -> Float[Array, "stack n m"]:
 
 @_each.def_vmap
 def _each_vmap(size: int, batched: Any, a: Array) -> tuple[Array, bool]:
-    """A stack of stacks is a longer stack: a map over a batch would bring the batch's call back."""
+    """Under `vmap`, treat a stack of stacks as one longer stack, so that no batched call comes back."""
     del batched
     return _each(a.reshape((-1, *a.shape[-2:]))).reshape(a.shape), True
 
@@ -57,7 +57,7 @@ def _signed(a: Array) -> Array:
 @q_factor.defjvp
 def _q_factor_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (a,), (da,) = primals, tangents
-    # Differentiated once more, R is QᵀA with the derivative of Q above.
+    # For second derivatives, R = QᵀA has the derivative of Q above.
     q = q_factor(a)
     r = jnp.triu(_product(q.mT, a))
     moved = _product(da, inverse_upper(r))
@@ -70,7 +70,7 @@ def inverse_upper(r: Float[Array, "*stack m m"]) -> Float[Array, "*stack m m"]:
     """The inverse of an upper triangular matrix, in ⌈log₂ m⌉ rounds of products."""
     m = r.shape[-1]
     size = 1 << max(m - 1, 0).bit_length()
-    # To a power of two with ones on the diagonal, which change nothing.
+    # Padded to a power of two with ones on the diagonal, which change nothing.
     r = jnp.zeros((*r.shape[:-2], size, size), r.dtype).at[..., :m, :m].set(r)
     r = r + jnp.diag((jnp.arange(size) >= m).astype(r.dtype))
     found = 1 / jnp.diagonal(r, axis1=-2, axis2=-1)[..., None, None]

@@ -1,1 +1,1 @@
-"""The operator itself: `vijp`, rules of one's own (`custom_vijp`), and their tests."""
+"""The operator itself: `vijp`, custom rules (`custom_vijp`), and checks of both."""

@@ -1,6 +1,6 @@
-"""`custom_vijp`: a layer with a vijp of its own, the way `jax.custom_jvp` gives one a jvp.
+"""`custom_vijp`: gives a function its own vijp rule, as `jax.custom_jvp` gives it a jvp rule.
 
-Or, where a vijp cannot be, with a fragment of its own (`fragments`); or with an inverse (`inversion`).
+A function without a vijp can be given a fragment (`rules.fragments`) or an inverse (`segments.invert`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class custom_vijp:
 
     The first argument is the state; all others are operands (weights, data) and must not depend on the
     state. Arguments named by `nondiff_argnums` are static Python values. Keyword arguments and defaults
-    are resolved as in a plain call. Everything else about the function stays as it is: `jit`, `vmap`,
-    `grad`, … see the function itself.
+    are resolved as in a plain call. Nothing else about the function changes: `jit`, `vmap`, `grad`, …
+    see the function itself.
 
     **Example:** a rotation, whose inverse is known:
 
@@ -69,17 +69,17 @@ class custom_vijp:
     def defvijp(self, rule: Any = None, *, gain: float | Callable[..., Any] | None = None) -> Any:
         """Set the rule: `rule(*nondiff, primals, h) -> h'`, or `moonwalk.MatrixFree(...)`.
 
-        `primals` are the arguments of the call without the `nondiff` ones (of which there are none by
-        default), `h` is the cotangent of the first of them, `h'` that of the output, in its pytree.
+        `primals` are the arguments of the call without the `nondiff` ones (by default there are none).
+        `h` is the cotangent of the first of them, and `h'`, the cotangent of the output, has the
+        output's pytree.
 
-        `gain` states how much the rule multiplies relative error in h: 1 for an isometry, the condition
-        number of the Jacobian to be safe. It is a number, or a function `gain(*others) -> number` of the
-        arguments of the call other than the state, asked where a plan is made with concrete values.
-        Without it `moonwalk.value_and_grad` does not walk through the function unless told to
-        (`tolerance=inf`). It takes the number on trust, and walks that rest on it carry their
-        certificate.
+        `gain` states how much the rule multiplies relative error in h: 1 for an isometry; the condition
+        number of the Jacobian is always safe. It is a number, or a function `gain(*others) -> number` of
+        the arguments other than the state, which is called when a plan is made with concrete values.
+        Without it, `moonwalk.value_and_grad` does not walk through the function unless told to
+        (`tolerance=inf`). The number is taken on trust, and the walk's certificate checks the result.
 
-        **Example:** as of the class, walked under `jit`:
+        **Example:** a layer that is walked under `jit`:
 
         >>> import jax, jax.numpy as jnp, moonwalk as mw
         >>> @mw.custom_vijp
@@ -111,15 +111,18 @@ class custom_vijp:
         return rule
 
     def deffragment(self, fragment: Callable[..., Any], restore: Callable[..., Any]) -> None:
-        """For a layer that loses part of its output's cotangent h': keep that part, restore the rest.
+        """Set a fragment, for a layer that loses part of its output's cotangent h'.
 
-        - `fragment(*nondiff, primals, h') -> any pytree`, linear in h': what a walk keeps of it;
-        - `restore(*nondiff, primals, fragment, h) -> h'`, from that and the first argument's cotangent.
+        A walk keeps that part and restores the rest from it:
 
-        `moonwalk.value_and_grad` keeps the fragment where it is smaller than h', and takes on trust that
-        error does not grow in `restore`; walks with such a layer carry their certificate. A layer may
-        have both a pair and a vijp: the pair then serves where the tolerance does not admit the vijp
-        (nothing bounds its gain). What neither function reads of the state is not kept.
+        - `fragment(*nondiff, primals, h') -> any pytree`, linear in h', is what a walk keeps of it;
+        - `restore(*nondiff, primals, fragment, h) -> h'` recovers h' from that and the first argument's
+            cotangent.
+
+        `moonwalk.value_and_grad` keeps the fragment if it is smaller than h', and trusts that error does
+        not grow in `restore`; the walk's certificate checks the result. A layer may have both this pair
+        and a vijp: the pair is used where the tolerance rules the vijp out (because nothing bounds its
+        gain). Parts of the state that neither function reads are not kept.
 
         **Example:** a layer that appends the sum of its features, and so loses one cotangent:
 
@@ -153,12 +156,11 @@ class custom_vijp:
         self.pair = fragment, restore
 
     def definverse(self, inverse: Callable[..., Any]) -> Callable[..., Any]:
-        """For a layer that can be run backwards: its state from its output.
+        """Set an inverse, for a layer whose state can be reconstructed from its output.
 
-        `inverse(y, *others) -> x` takes the arguments of the function itself, with its output in the
-        place of the state. `moonwalk.value_and_grad` then needs to keep nothing of such layers but the
-        output of the last one, and compares some entries of the state that it arrives at with those
-        that it started from.
+        `inverse(y, *others) -> x` takes the arguments of the function itself, with its output in place
+        of the state. Of consecutive layers of this kind, `moonwalk.value_and_grad` keeps only the last
+        output, and compares some entries of the first state with its reconstruction.
 
         **Example:** half of an additive coupling, the layer of reversible networks:
 
@@ -258,7 +260,7 @@ class custom_vijp:
             merged = self._merged(args, (None, *rest))
             return _checked_gain(self.gain(*merged[1:]), self.fun)  # type: ignore[operator, misc]
 
-        # Traced here, as the function is: in the caller's precision, and what it closes over is seen.
+        # Traced together with the function: in the caller's precision, and with its closure visible.
         inverse: Any = None
         more: list[Any] = []
         if self.inverse is not None:
@@ -323,7 +325,7 @@ def _abstract(*avals: Any, call: Any, **_: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, call: Any, **_: Any) -> Any:
-    # A zero tangent made an array would make the pullback keep the state, for the operands' sake.
+    # If zero tangents were instantiated, the pullback would keep the state for the operands' gradients.
     moving = [i for i, t in enumerate(tangents) if type(t) is not _jax.ad.Zero]
 
     def moved(*moved: Any) -> Any:
@@ -349,8 +351,8 @@ def _batch(
 ) -> Any:
     axes = [None if d is _jax.not_mapped else d for d in dims]
     size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
-    # A state shared by a batch of operands has one cotangent, the sum over the batch: a rule written
-    # for one example cannot take it apart. Spread the state first; that step is then what is refused.
+    # A state shared by a batch of operands has one cotangent, the sum over the batch, which a rule for
+    # one example cannot split. So the state is broadcast first, and that step is what is refused.
     args = list(args)
     for i in range(state):
         if axes[i] is None:
@@ -499,7 +501,7 @@ class CustomFragment(FragmentRule):
 
     def linearize(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
         arguments = _arguments(block, x, operands)
-        # A linear layer's fragment reads no state: then Phase I need not keep it.
+        # The fragment of a linear layer reads no state, so Phase I need not keep it.
         read = block.once(_read_by_pair)
         kept = [a if i >= len(read) or read[i] else None for i, a in enumerate(arguments)]
         return block(x, operands), kept
@@ -521,7 +523,7 @@ class CustomFragment(FragmentRule):
 
 
 def _misused(block: Block) -> Verdict | None:
-    """Why an author's functions are not for this call."""
+    """The error for an author's functions that do not fit this call."""
     eqn = block.eqn
     if any(v in block.inputs for v in eqn.invars[eqn.params["state"] :]):
         return Verdict(
@@ -548,7 +550,7 @@ def _arguments(block: Block, x: State, operands: Sequence[Any]) -> list[Any]:
 
 
 def _others(block: Block, operands: Sequence[Any]) -> list[Any]:
-    """The flat arguments of the call without the state."""
+    """The flat arguments of the call, except the state."""
     values = dict(zip(block.operands, operands, strict=True))
     others = block.eqn.invars[block.eqn.params["state"] :]
     return [v.val if isinstance(v, _jax.Literal) else values[v] for v in others]
@@ -575,7 +577,7 @@ def _arriving(block: Block, h: State) -> list[Any]:
 
 
 def _leaving(block: Block, found: Sequence[Any], what: str) -> State:
-    """The outputs' cotangents, checked, out of an author's function."""
+    """The outputs' cotangents that an author's function returned, checked."""
     leaving = dict(zip(block.eqn.outvars, found, strict=True))
     for v in block.outputs:
         if jnp.shape(leaving[v]) != v.aval.shape:
@@ -587,13 +589,13 @@ def _leaving(block: Block, found: Sequence[Any], what: str) -> State:
 
 
 def _filled(block: Block, kept: Sequence[Any]) -> list[Any]:
-    """The call's arguments; what its author's functions do not read is zero."""
+    """The call's arguments, with zeros for those that its author's functions do not read."""
     pairs = zip(kept, block.eqn.invars, strict=True)
     return [_jax.full(v.aval, 0.0) if a is None else a for a, v in pairs]
 
 
 def _read_by_pair(block: Block) -> list[bool]:
-    """Of the state's arrays, which ones a fragment and its restoration read."""
+    """Which of the state's arrays a fragment and its restoration read."""
     eqn, count = block.eqn, block.eqn.params["state"]
     pair, args = eqn.params["pair"], [_jax.struct(v.aval) for v in eqn.invars]
 

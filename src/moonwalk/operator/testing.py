@@ -1,4 +1,4 @@
-"""Check a vijp against an independent truth. Public: rule authors use it, and so does this suite."""
+"""Checks a vijp against an independent reference. Public: rule authors use it, and so do our tests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def check_vijp(
 ) -> float:
     """Assert that `moonwalk.vijp` recovers random output cotangents; returns the largest error.
 
-    The truth needs no vijp: J is the dense Jacobian (`jax.jacrev`, row by row the vjp that Phase II
-    computes), h' is random, h = h' J, and h' must come back. In mode `"vmap"` two examples with
-    different primals run at once (compiled), each with its own J.
+    The reference needs no vijp: with the dense Jacobian J (`jax.jacrev`, whose rows are the vjps that
+    Phase II computes) and a random h', the vijp of h = h' J must be h'. In mode `"vmap"` two examples
+    with different primals run at once (compiled), each with its own J.
 
     **Arguments:**
 
@@ -35,7 +35,7 @@ def check_vijp(
     - `modes`: any of `"eager"`, `"jit"`, `"vmap"`.
     - `tolerance`: on ‖h' - truth‖ / ‖truth‖; None stands for 1e-9 in float64, 2e-4 in float32 and
         5e-2 in half precision (of the output's dtype).
-    - `seed`: of h'; printed on failure.
+    - `seed`: the seed of h'; printed on failure.
     """
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
@@ -54,7 +54,7 @@ def check_vijp(
         out, vijp_fun = vijp(fun, *primals, **options)[:2]
         return _differentiable(out), _differentiable(vijp_fun(*h))
 
-    # A program of its own: compiled together with the recovery, XLA would skip the rounding of h.
+    # Compiled separately: together with the recovery, XLA would skip the rounding of h.
     there = jax.jit(there)
     truths = [_random_like(jax.eval_shape(plain, *primals), seed + i) for i in range(2)]
     worst = 0.0
@@ -120,7 +120,7 @@ def dense_cotangent(fun: Callable[..., Any], primals: Any, h_out: Any) -> Any:
 
 
 def _random_like(tree: Any, seed: int) -> Any:
-    random = np.random.default_rng(seed)  # JAX's own would be compiled for every shape
+    random = np.random.default_rng(seed)  # JAX's generator would be compiled for every shape
     return jax.tree.map(lambda a: jnp.asarray(random.standard_normal(a.shape), a.dtype), tree)
 
 

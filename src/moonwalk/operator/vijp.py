@@ -40,12 +40,12 @@ def vijp(
     **Arguments:**
 
     - `fun`: a function of the primals. Its outputs may be any pytree of arrays.
-    - `primals`: pytrees of real floating-point arrays, the state with respect to which J is meant.
-    - `has_aux`: if True, `fun` returns `(out, aux)`; `aux` takes no part in differentiation.
-    - `fallback`: the rule for blocks that no rule knows: None (raise) or `moonwalk.MatrixFree()`.
-    - `check`: singular values (a zero pivot, a saturated tanh) and broken declarations. None: raise
-        eagerly, trust under a trace; True: raise under `jit` too (by a callback, at
-        some cost); False: never look.
+    - `primals`: pytrees of real floating-point arrays: the state with respect to which J is taken.
+    - `has_aux`: if True, `fun` returns `(out, aux)`, and `aux` is not differentiated.
+    - `fallback`: the rule for blocks that no other rule serves: None (raise) or `moonwalk.MatrixFree()`.
+    - `check`: whether to raise at singular values (a zero pivot, a saturated tanh) and false
+        declarations. None: raise eagerly, do not check under a trace; True: raise under `jit` too (by a
+        callback, at some cost); False: never check.
 
     **Returns:** `(out, vijp_fun)`, or `(out, vijp_fun, aux)`. `vijp_fun` takes one cotangent per
     primal, shaped like the primals, and returns one shaped like `out`. It is a pytree, like the
@@ -116,7 +116,7 @@ def _check_settings(fun: Any, has_aux: Any, fallback: Any, check: Any) -> None:
 
 
 class _Vijp:
-    """The static half of a `vijp_fun`: everything but the arrays on the tape."""
+    """The static half of a `vijp_fun`: everything except the arrays on its tape."""
 
     def __init__(self, composed: Chain, primals: Any, results: Any, out_tree: Any, check: Any):
         self.composed, self.results, self.out_tree, self.check = composed, results, out_tree, check
@@ -141,7 +141,7 @@ class _Vijp:
 
 
 def _not_finite(arriving: Any, leaving: Any) -> Alarm:
-    """A finite cotangent went in and none came out: an elimination diverged."""
+    """An alarm for a finite cotangent whose result is not finite: an elimination diverged."""
 
     def finite(arrays: Any) -> Any:
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(a)) for a in arrays])) if arrays else True
@@ -155,7 +155,7 @@ def _not_finite(arriving: Any, leaving: Any) -> Alarm:
 
 
 def _split_aux(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """`fun` returning (out, aux) always."""
+    """`fun`, always returning (out, aux)."""
 
     def wrapped(*primals: Any) -> Any:
         result = fun(*primals)
@@ -197,7 +197,7 @@ def _real_array(leaf: Any) -> Any:
 
 
 def _refuse_repeated(outputs: list[Any]) -> None:
-    """The same value returned twice: its two cotangents cannot be told apart."""
+    """Refuse a value that is returned twice: its two cotangents cannot be told apart."""
     seen: set[int] = set()
     for v in outputs:
         if isinstance(v, Literal):
@@ -235,7 +235,7 @@ def _cotangents_like(expected: Any, h: Any) -> list[Any]:
                 f"vijp_fun: the cotangent {where} must have the primal's shape {want.shape}, but has "
                 f"shape {got.shape}"
             )
-        # A Python number is no statement about precision; an array is.
+        # A Python number says nothing about precision; an array does.
         if got.dtype != want.dtype and not isinstance(leaf, int | float):
             raise TypeError(
                 f"vijp_fun: the cotangent {where} must have the primal's dtype {want.dtype}, but has "

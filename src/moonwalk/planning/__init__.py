@@ -1,1 +1,1 @@
-"""From a network and a method to the segments it is differentiated by, and the report of it."""
+"""From a network and a method to a plan: the segments that differentiate it, and a printable report."""

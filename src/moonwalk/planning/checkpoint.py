@@ -1,4 +1,4 @@
-"""Checkpointed backpropagation: the network in segments that run again, as many as one asks for.
+"""Checkpointed backpropagation: the network in a requested number of segments that run again.
 
 A *block* is what a good engineer would wrap in `jax.checkpoint`: consecutive nodes with one state in and
 one out, around at least one product, convolution or loop, so that a skip and its branch stay together.
@@ -6,9 +6,9 @@ Where such pieces repeat in a pattern (attention, feed-forward, attention, …),
 pattern. What comes before the first block and after the last (an embedding, a classifier and the loss)
 is stored. A scan is a segment of its own, a scan of checkpointed scans.
 
-"recursive" cuts the blocks into quarters, those into quarters, and so on: a forward pass more for every
-level, and no level keeps more than three states beside the one it starts from. Halves would keep one,
-on twice the levels: two thirds of the states, for twice the passes.
+"recursive" cuts the blocks into quarters, each quarter into quarters, and so on. Every level costs one
+more forward pass and keeps at most three states besides the one it starts from. Cutting into halves
+would keep one state per level on twice as many levels: two thirds of the states for twice the passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .search import Choice
 
 
 def plan(network: Network, method: Checkpoint, call: PlanRequest) -> Plan:
-    """As `moonwalk.plan`; nothing is walked, so there is nothing to measure."""
+    """Like `moonwalk.plan`; nothing is walked, so there is nothing to measure."""
     made = moonwalk.draft(network, method, gains=call.gains, fused=call.fused)
     choice = made.plain
     if method.segments is not None:
@@ -45,17 +45,17 @@ class Unit(NamedTuple):
 
     start: int
     stop: int
-    layers: int  # 1 of a block, the length of a scan, 0 of what stands before and after the blocks
+    layers: int  # 1 for a block, its length for a scan, 0 for what comes before and after the blocks
 
 
 def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -> Choice:
-    """Segments of equally many blocks, or quarters of quarters."""
+    """Segments with equal numbers of blocks, or ("recursive") quarters of quarters."""
     units = _units(network)
     depth = sum(u.layers for u in units)
     if asked == "recursive":
         segments = _quarters(network, units) if units else []
     else:
-        # Rounded up: what a layer keeps is more than the state that a further segment keeps.
+        # Rounded up: one more layer in a segment keeps more than the state of one more segment.
         count = {"sqrt": math.ceil(math.sqrt(depth)), "block": depth}.get(asked, asked)  # type: ignore[call-overload]
         if count > max(1, depth):
             raise ValueError(
@@ -79,17 +79,17 @@ def _units(network: Network) -> list[Unit]:
     for k, block in enumerate(blocks):
         layers = sum(_layers(nodes[i]) for i in block if _is_loop(nodes[i]))
         heavy = any(nodes[i].is_heavy for i in block)
-        # At either end of a repeated pattern, or of a loop, what is no part of it is a stem or a head.
+        # What comes before or after a repeated pattern or a loop is a stem or a head.
         outer = repeats and k in (0, len(blocks) - 1) and _is_alone(network, blocks, k)
         result.append(Unit(block.start, block.stop, layers or int(heavy and not outer)))
     return result
 
 
 def _blocks(network: Network) -> list[range]:
-    """Pieces, those that repeat as one pattern together."""
+    """The pieces, with those that form one period of a repeated pattern joined."""
     pieces = _pieces(network)
     starts = [p.start for p in pieces]
-    # Without what has no derivative, which may be shared: the first block makes a mask for all of them.
+    # Leave out nodes without a derivative, which may be shared: the first block makes a mask for all.
     carrying = [i for i, n in enumerate(network.nodes) if not n.is_aside]
     places = {i: place for place, i in enumerate(carrying)}
     models = [id(network.nodes[i].model) for i in carrying]
@@ -100,18 +100,18 @@ def _blocks(network: Network) -> list[range]:
     inside = [ends[first + k * period] for k in range(count + 1)]
     stop = inside[-1]
     after = [s for s in starts if s > stop]
-    # What follows the last block up to the next product belongs to that: a last norm, to the head.
+    # Nodes between the last block and the next product join that: a final norm joins the head.
     if after and not any(network.nodes[i].is_heavy for i in range(stop, after[0])):
         after = after[1:]
     before = [s for s in starts if s < inside[0]]
-    # A loop is a segment of its own, also where it repeats together with what surrounds it.
+    # A loop is a segment by itself, even where it repeats together with what surrounds it.
     loops = {j for i, n in enumerate(network.nodes) if _is_loop(n) for j in (i, i + 1)}
     bounds = sorted({*before, *inside, *after, *loops, len(network.nodes)})
     return [range(i, j) for i, j in itertools.pairwise(bounds)]
 
 
 def _is_alone(network: Network, blocks: Sequence[range], k: int) -> bool:
-    """Whether no other block has the same equations, whatever it reads: a first layer reads the data."""
+    """Whether no other block has the same equations, whatever these read (a first layer reads data)."""
 
     def equations(block: range) -> tuple[str, ...]:
         nodes = (network.nodes[i] for i in block)
@@ -162,8 +162,8 @@ def _key(network: Network, piece: range) -> tuple[Any, ...]:
 
 
 def _pattern(models: Sequence[Any], starts: Sequence[int]) -> tuple[int, int, int]:
-    """(period, first, count) of the pattern from one of `starts` to another that repeats over most of
-    the sequence; count 0 where none repeats.
+    """(period, first, count) of the repeated pattern that covers most of the sequence. It begins and
+    ends at `starts`; count is 0 if nothing repeats.
 
     **Example:**
 
@@ -193,10 +193,10 @@ def _layers(node: Node) -> int:
 
 
 def _evenly(network: Network, units: Sequence[Unit], every: int, *, may_divide: bool) -> list[Any]:
-    """Segments of so many blocks. Scans are segments by themselves; the last segment is stored.
+    """Segments of `every` blocks. Scans are segments by themselves; the last segment is stored.
 
-    `may_divide`: a scan may have somewhat shorter ones that divide its layers. Layers left over would
-    be a loop of their own, with a copy of what all layers read.
+    `may_divide`: the segments of a scan may be somewhat shorter, so that they divide its layers. Layers
+    left over would need a second loop, with a copy of what all layers read.
     """
     result: list[Any] = []
     open_: list[Unit] = []
@@ -206,7 +206,7 @@ def _evenly(network: Network, units: Sequence[Unit], every: int, *, may_divide: 
             return
         start, stop = open_[0].start, open_[-1].stop
         last = stop == len(network.nodes) and not any(n.checkpointed for n in network.nodes[start:stop])
-        # The reverse pass begins with the last segment, and a stem or a head is no block.
+        # The reverse pass begins with the last segment, and stems and heads are no blocks: stored.
         stored = last or not any(u.layers for u in open_)
         made = StoreExecutor if stored else store_or_recompute
         result.append(made(network, start, stop))
@@ -250,7 +250,7 @@ def _quarters(network: Network, units: Sequence[Unit]) -> list[Any]:
 
 
 def _halves(units: Sequence[Unit]) -> list[Sequence[Unit]]:
-    """Two runs of about as many layers; one, of a single unit."""
+    """Two runs with about equally many layers, or one if there is a single unit."""
     if len(units) == 1:
         return [units]
     before = list(itertools.accumulate(u.layers for u in units))
@@ -259,7 +259,7 @@ def _halves(units: Sequence[Unit]) -> list[Sequence[Unit]]:
 
 
 def _periods(layers: int) -> tuple[int, ...]:
-    """Of a scan's levels: quarters, and what they leave over in one more; code grows with the levels.
+    """The periods of a scan's levels: each a quarter of the one before. Code grows with their number.
 
     **Example:**
 

@@ -1,9 +1,10 @@
-"""Where Phase III takes each cotangent from, if some nodes in a row are walked.
+"""Plans a walk over consecutive nodes: where Phase III takes each cotangent from.
 
-By vijp where a rule serves the node and its gain is known; from kept copies at a fork; restored from a
-fragment where a rule knows one that is exact enough; from an anchor elsewhere, and wherever the product
-of gains since the last exact cotangent exceeds tolerance / eps, with a margin. The body of a scan is
-planned like a network, with anchors every K layers.
+A cotangent is recovered by vijp where a rule serves the node and its gain is known, taken from kept
+copies at a fork, or restored from a fragment where a rule offers one that is exact enough. Everywhere
+else it comes from an anchor, as it does wherever the product of gains since the last exact cotangent
+exceeds tolerance / eps, with a margin. The body of a scan is planned like a network, with anchors every
+K layers.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from ..segments.steps import WALKED, BlockStep, Step, bind_steps
 from ..segments.walk import WalkExecutor
 from ..trace import graph
 
-# A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8): a
-# plan must not ring on the very weights that it was made for.
+# A walk's worst sampled error was up to 12 times eps × the product of its gains (docs/numerics.md §8). A
+# plan must not fail its certificate on the weights it was measured on.
 MARGIN = 10
 
-# Of a fragment that the user asked for, whatever is known of its error: the certificate will say.
+# Assumed for a fragment that the user asked for and nothing bounds; its certificate measures it.
 TRUSTED = Gain(3.0, mixes=True, assumed=True, lasting=1.0)
 
 Values = Mapping[Any, Any]
@@ -46,8 +47,8 @@ Values = Mapping[Any, Any]
 class Growth:
     """How much relative error has grown since the last exact cotangent.
 
-    Along blocks that keep fragments error dies out: what they and the diagonal blocks between them make
-    of it counts once, at its largest (`faded`), however many there are, and only `base` compounds.
+    Error dies out along blocks that keep fragments. The growth through them and the diagonal blocks
+    between them counts once, at its largest (`faded`), however many there are; only `base` compounds.
     """
 
     product: float = 1.0
@@ -68,13 +69,13 @@ class Growth:
             lasts = gain.mixes or (self.faded > 0 and not self.counted)
             base = self.base * gain.factor if lasts else self.base
             return Growth(self.product * gain.factor, self.mixes or gain.mixes, base, self.faded)
-        # Its factor is that of a long run of such blocks, with the diagonal ones between them.
+        # `gain.factor` is that of a long run of such blocks, with the diagonal ones between them.
         base = (self.base if self.faded or not self.mixes else self.product) * gain.lasting
         faded = max(self.faded, gain.factor / gain.lasting)
         return Growth(base * faded, True, base, faded, counted=True)
 
     def gain(self, assumed: bool = False) -> Gain:
-        """Of the blocks that made it, as one."""
+        """The gain of all the blocks passed so far, as if they were one."""
         return Gain(self.product, self.mixes, assumed, self.base if self.faded else None)
 
     @staticmethod
@@ -94,8 +95,8 @@ class Growth:
 class GainTable:
     """Gains by node: what a trace can bound, or what was measured on values.
 
-    A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan,
-    with its description: of another network a table knows nothing.
+    A node's key is its place, (3,) for the fourth node, (3, 0) for the first in the body of a scan, with
+    its description, so that a table is never applied to another network.
     """
 
     def __init__(self, recorded: Iterable[tuple[Any, Gain]] = (), values: Values | None = None):
@@ -119,7 +120,8 @@ class GainTable:
     ) -> tuple[Gain, bool]:
         """(gain, whether it rests on a measurement).
 
-        `block`: the one that the rule sees, of all that compute the same; `operands`: the node's own.
+        `block`: the representative that the rule sees of all blocks that compute the same; `operands`:
+        the node's own.
         """
         static = block.once(rule.gain)
         if math.isfinite(static.factor) and not static.assumed:
@@ -139,7 +141,7 @@ class GainTable:
         return gain, True
 
 
-WORTHWHILE = 2**20  # bytes of a cotangent below which nothing is done for memory's sake alone
+WORTHWHILE = 2**20  # bytes; smaller cotangents are never anchored just to save memory
 
 
 @dataclass
@@ -147,12 +149,12 @@ class Options:
     """A method's settings for one network."""
 
     limit: float  # how far error may grow between exact cotangents
-    anchors: bool = True  # whether a reverse pass can keep any, for memory's sake
+    anchors: bool = True  # whether anchors may be placed just to save memory
     anchor_every: int | None = None
-    precision: Any = None  # of the cotangents' chain; None: as the gains ask for
-    ambient: float = 1.0  # up to which growth the ambient precision is right
+    precision: Any = None  # of products in the cotangents' chain; None: chosen by the gains
+    ambient: float = 1.0  # the growth of error up to which the ambient precision is used
     fragments: bool = True  # whether blocks may keep part of a cotangent
-    requested: Fragment | None = None  # how, if the user says so
+    requested: Fragment | None = None  # how they do so, if the user requests it
     checkpoint: Any = None  # how walks are cut into segments whose Phase I is run again
     always: bool = False  # walk whatever can be walked, even where something else takes less
 
@@ -171,8 +173,8 @@ def plan_walk(
 ) -> tuple[WalkExecutor, dict[Any, Growth]]:
     """A walk over the nodes [start, stop), with as few anchors as the gains allow.
 
-    `wanted`: outputs whose cotangents Phase III must bring (a scan's carry). `given`: outputs whose
-    cotangents are known to it. `envs`: the operands' values (of each layer of a scan), where gains are
+    `wanted`: outputs whose cotangents Phase III must recover (a scan's carry). `given`: outputs whose
+    cotangents it already knows. `envs`: values of the operands (for each layer of a scan), if gains are
     to be measured.
     """
     table = table or GainTable()
@@ -203,10 +205,10 @@ def least_bytes(
     given: Iterable[Any] = (),
     prefix: tuple[int, ...] = (),
 ) -> list[int]:
-    """What a walk over the whole network keeps of each node at least: anchors, fragments and copies.
+    """Lower bounds of the anchors, fragments and copies that a walk over the network keeps, by node.
 
-    Without `light` nodes, these are the outputs of products with weights that have no vijp and no
-    fragment; the rules of all other nodes take a trace of each.
+    Without `light`, only outputs of products with weights that have neither a vijp nor a fragment are
+    counted. With it, all nodes are, and finding the rules of the others requires tracing each of them.
     """
     about = (options, set(), frozenset(given), table, envs, (prefix, 0))
     ways = []
@@ -220,7 +222,8 @@ def least_bytes(
 def _ways_at_joins(network: Network, start: int, stop: int, *about: Any) -> Iterable[_CotangentPlanner]:
     """A join takes its cotangent from the branch, or from the skip, whose copy is then kept.
 
-    The branch is left with a difference of cotangents, which may cancel: only where that keeps less.
+    Taking the skip leaves the branch with a difference of cotangents, which may cancel, so it is chosen
+    only where it keeps less.
     """
     nodes = network.nodes[start:stop]
     yield _CotangentPlanner(network, nodes, *about, by_skips=False)
@@ -252,16 +255,16 @@ class _CotangentPlanner:
         self.forced: dict[int, str] = {}
         self.scan_steps: dict[int, ScanStep | str] = {}
         self.schemes: dict[int, tuple[BlockStep, Gain]] = {}
-        # Of nodes that are asked about alone: both may take a trace.
+        # Cached and computed on demand: either may require a trace.
         self.through = functools.cache(self._through)
         self.gain = functools.cache(self._gain)
 
     # -- what each node offers ---------------------------------------------------------------------
     def _through(self, i: int) -> tuple[Any, ...]:
-        """The inputs by which a walk goes through a node.
+        """The inputs whose cotangents a walk uses to recover that of the node's output.
 
-        A sum takes its cotangent from any one summand: a branch, or a skip (a fork's copy). What a stem
-        adds has no cotangent of its own in the sweep.
+        A sum can take its cotangent from any one summand: a branch, or a skip (a fork's copy). What a
+        stem adds has no cotangent in the sweep.
         """
         node = self.nodes[i]
         inputs = node.block.inputs
@@ -310,7 +313,7 @@ class _CotangentPlanner:
         # Walks over the same nodes are planned many times.
         ask = Ask(self.options.requested, self._slope(i))
         places = tuple(node.block.inputs.index(v) for v in self.through(i))
-        # Without values, nodes that compute the same have the same gains.
+        # Unless gains are measured, nodes that compute the same have the same gains.
         known = node.model if self.table.is_static else node
         key = ("fragment", known, places, ask, self.options.limit, bool(self.place[0]))
         if key not in self.network.memory:
@@ -322,7 +325,7 @@ class _CotangentPlanner:
             self.measured |= {i} if measured else set()
 
     def _best_fragment(self, i: int, ask: Ask) -> tuple[BlockStep, Gain, bool] | None:
-        """(the way, as a step; its gain; whether that was measured or is taken on trust)."""
+        """(a step that keeps the fragment; its gain; whether that was measured or is taken on trust)."""
         _, _, block = rule_through(self.nodes[i], self.network, self.through(i))
         operands = restricted(self.nodes[i].block, self.through(i)).operands
         whole = nbytes(*(v.aval for v in block.outputs))
@@ -341,14 +344,14 @@ class _CotangentPlanner:
             if gain is not None:
                 return step, gain, measured
             unbounded = step
-        if unbounded is not None:  # the most that could be kept
+        if unbounded is not None:  # the last candidate, which keeps most
             return unbounded, Gain.unknown(), False
         return None
 
     def _fragment_gain(
         self, i: int, scheme: FragmentRule, block: Any, operands: Sequence[Any]
     ) -> tuple[Gain | None, bool]:
-        """Its gain, where that is within the limit, or where the user takes it on trust."""
+        """A fragment's gain; None beyond the limit, unless the user asked for just this fragment."""
         key = (self._key(i), self.nodes[i].describe(), scheme.label)
         gain, measured = self.table.gain(key, scheme, block, operands, self.envs)
         bounded = gain.factor <= self.options.limit and math.isfinite(gain.factor)
@@ -357,7 +360,7 @@ class _CotangentPlanner:
         return (gain if bounded else None), measured
 
     def _slope(self, i: int) -> float:
-        """Between blocks like this one derivatives lie between this and 1: see `Gain`."""
+        """An s such that derivatives between blocks like this one lie in [s, 1]; see `Gain`."""
 
         def along(step: Any) -> float:
             product, at = 1.0, i
@@ -414,7 +417,7 @@ class _CotangentPlanner:
                 wanted.update(self.through(i))
             elif (gain := self.gain(i)) is None:
                 self.source[i] = "anchor"
-            elif isinstance(self.scan_steps.get(i), ScanStep):  # it has anchors of its own
+            elif isinstance(self.scan_steps.get(i), ScanStep):  # it places its own anchors
                 self.source[i] = "vijp"
                 wanted.update(node.block.inputs)
             elif gain.factor > self.options.limit and (
@@ -434,20 +437,20 @@ class _CotangentPlanner:
         if not needed:
             self.kept_copies[i] = ((), known, None)
         elif rest or len({self.reader.get(c) for c in copies}) == 1:
-            # Of carries that one state starts, the scan needs all at once: nothing is gained by a
-            # difference, which may cancel.
+            # A scan needs the cotangents of all carries that one state starts at once, so a difference,
+            # which may cancel, would gain nothing.
             self.kept_copies[i] = (tuple(needed), known, None)
         else:
-            # The way that is read first is the long one; what is kept stands exact at the join.
+            # The copy that is read first begins the long way round; the kept ones are exact at the join.
             difference = min(needed, key=lambda k: self.reader.get(copies[k], math.inf))
             self.kept_copies[i] = (tuple(k for k in needed if k != difference), known, difference)
             wanted.add(v)
 
     # -- forward: how error grows --------------------------------------------------------------------
     def settle(self) -> dict[Any, Growth]:
-        """Decide, and place anchors until error stays within the limit."""
+        """Choose a source for every node, placing anchors until error stays within the limit."""
         for i in range(len(self.nodes)):
-            self.gain(i)  # plans the loops among them
+            self.gain(i)  # for a loop, this plans its body
         for i in range(len(self.nodes)):
             self._find_fragment(i)
         if self.options.anchor_every is not None:
@@ -462,11 +465,11 @@ class _CotangentPlanner:
             self.forced[violated] = "error would exceed the tolerance"
 
     def _anchor_instead_of_a_seed(self) -> None:
-        """Keep the first layer's cotangent where that is far smaller than what a sweep starts from.
+        """Anchor the first layer if its cotangent is far smaller than the one that starts the sweep.
 
-        A pyramid's first state, of s bytes, is larger than all that follows. A walk from there has it
-        and its cotangent side by side, 2s; with an anchor of k bytes behind the first layer it has the
-        state, the anchor and the layer's output, s + 2k.
+        A pyramid's first state, of s bytes, is larger than all that follow. A walk that starts there
+        holds the state and its cotangent at once, 2s bytes. With an anchor of k bytes behind the first
+        layer it holds the state, the anchor and the layer's output, s + 2k.
         """
         self._decide()
         first = next((i for i, n in enumerate(self.nodes) if n.weights and not n.is_stem), None)
@@ -519,7 +522,7 @@ class _CotangentPlanner:
         return growth, None
 
     def _cheapest(self, violated: int) -> int:
-        """Where to anchor so that node `violated` stays exact: the smallest state on the way, late."""
+        """Where to anchor so that node `violated` stays exact: a small state, preferably late."""
         best, i = violated, violated
         size = nbytes(*(v.aval for v in self.nodes[violated].block.outputs))
         while True:
@@ -530,7 +533,7 @@ class _CotangentPlanner:
             if self.source[i] not in WALKED or self.nodes[i].is_scan:
                 return best
             here = nbytes(*(v.aval for v in self.nodes[i].block.outputs))
-            if 2 * here <= size:  # clearly smaller, or not worth an earlier anchor
+            if 2 * here <= size:  # an earlier anchor must be clearly smaller to be worth it
                 best, size = i, here
 
     def _through_scan(self, step: ScanStep, arriving: Growth, layer: Gain) -> tuple[Growth, Growth]:
@@ -539,7 +542,7 @@ class _CotangentPlanner:
             step.period = self.options.anchor_every if self.options.anchor_every < step.length else None
         else:
             step.period = period_for(layer, arriving, step.length, self.options.limit)
-        # Inside a layer error may be larger than at its end.
+        # Error may be larger inside a layer than at its end.
         inside = Growth(step.walk.growth, layer.mixes)
         if step.period is None:
             whole = arriving.times(layer.over(step.length))
@@ -550,7 +553,7 @@ class _CotangentPlanner:
 
     # -- the plan -----------------------------------------------------------------------------------
     def least_bytes(self, i: int, *, light: bool) -> int:
-        """Of one node, or of all layers of a loop; see `least_bytes`."""
+        """The bound of the function `least_bytes` for one node, or for all layers of a loop."""
         node = self.nodes[i]
         outputs = node.block.outputs
         if node.is_scan:
@@ -638,13 +641,13 @@ class _CotangentPlanner:
         return node.verdict.reason
 
     def _has_unneeded(self, i: int) -> bool:
-        """Whether the user's requested would bring a fragment to a node that needs none."""
+        """Whether the fragment that the user requested would serve a node that needs none."""
         requested = self.options.requested
         if requested is None:
             return False
         try:
             return any(s.asked for s in fragments.candidates(self.nodes[i].block, Ask(requested)))
-        except ValueError:  # a span too short for it, if it needed one
+        except ValueError:  # the requested span is too short for this node, which does not need it
             return True
 
 
@@ -714,7 +717,7 @@ def _plan_scan(
 
 
 def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list[Values] | None:
-    """What every layer of a scan can read, where that is known."""
+    """What each layer of a scan can read, as far as that is known."""
     (eqn,) = node.block.eqns
     if not envs:
         return None
@@ -735,7 +738,7 @@ def _layer_values(node: Node, body: Body, envs: Sequence[Values] | None) -> list
 
 
 class _Side:
-    """What a body computes beside its network, from what is known: one program for all layers."""
+    """Evaluates a body's prologues from known values: one compiled program for all layers."""
 
     def __init__(self, body: Body, known: Values):
         self.given, self.eqns = list(known), []
@@ -755,7 +758,7 @@ class _Side:
         self.program = program
 
     def run(self, known: Values) -> Values:
-        """`known`, and what follows from it."""
+        """`known`, extended by what the prologues compute from it."""
         if not self.eqns:
             return known
         made = self.program([known[v] for v in self.given])
@@ -763,6 +766,6 @@ class _Side:
 
 
 def evenly(length: int, longest: int) -> int:
-    """The size of pieces no longer than that: one that divides the length, or as even as can be."""
+    """A size ≤ `longest` to cut `length` by: a divisor if one is close, else as even as possible."""
     divisor = next(k for k in range(longest, 0, -1) if length % k == 0)
     return divisor if 5 * divisor >= 4 * longest else -(-length // -(-length // longest))

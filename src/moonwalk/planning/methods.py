@@ -26,7 +26,7 @@ ON_INEXACT = ("raise", "nan", "ignore")
 
 @dataclass(frozen=True)
 class Backprop:
-    """Reverse mode that keeps everything: `jax.value_and_grad`, as it is.
+    """Reverse mode that keeps everything: `jax.value_and_grad` itself.
 
     Time O(n²L + ndL), memory O((M_x + M_θ) L).
     """
@@ -39,15 +39,15 @@ class Checkpoint:
     Time O(n²L + ndL), at most one forward pass more (recursive: log₄ L of them); memory
     O(√(n (M_x + M_θ) L)) (recursive: O(n log L + M_x + M_θ), and over a scan copies of what its
     layers read, of a third or of all). Segments are cut between the layers of the traced function, and
-    scans become scans of checkpointed scans; what would take more as a state than as residuals is
-    stored, and so is a scan that prints.
+    scans become scans of checkpointed scans. A segment whose first state is larger than its residuals is
+    stored instead, and so is a scan that prints.
 
     **Arguments:**
 
-    - `segments`: None, the mixture of storing and recomputing whose peak is predicted to be least;
-        a number of segments of equally many layers (or fewer, where it does not divide their number);
-        "sqrt", the root of the depth, rounded up; "block", one for every layer; "recursive", quarters
-        of quarters.
+    - `segments`: None, the mixture of storing and recomputing with the lowest predicted peak; a number
+        of segments with equally many layers (fewer, if it does not divide the number of layers); "sqrt",
+        the square root of the depth, rounded up; "block", one for every layer; "recursive", quarters of
+        quarters.
     - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
     """
 
@@ -89,8 +89,9 @@ class ProjectedForward:
     over the number of samples, D being the number of all parameters: the one method of the paper's table
     that is not exact.
 
-    With a predicted `direction` d the derivative along it is taken as it is, and the samples only
-    estimate what is orthogonal to it. With u = d / ‖d‖ and v⊥ = v − ⟨v, u⟩ u for a normal v,
+    With a predicted `direction` d, the derivative along d is computed exactly and the samples only
+    estimate the part of the gradient that is orthogonal to d. With u = d / ‖d‖ and v⊥ = v − ⟨v, u⟩ u for
+    a normal v,
 
         ⟨∇J, u⟩ u + mean ⟨∇J, v⊥⟩ v⊥,        E v⊥ v⊥ᵀ = I − u uᵀ
 
@@ -98,9 +99,10 @@ class ProjectedForward:
 
     **Arguments:**
 
-    - `key`: a `jax.random` key, or a number that makes one. Another for every step: inside `jit`, make
-        the method from a key that is an argument.
-    - `samples`: random directions. 0: the projection onto `direction` alone, which is biased.
+    - `key`: a `jax.random` key, or a number that makes one. Use a new key for every step: inside `jit`,
+        make the method from a key that is an argument.
+    - `samples`: the number of random directions. 0: only the projection onto `direction`, which is
+        biased.
     - `direction`: None, or what the gradient is predicted to be, as the gradient is returned.
     """
 
@@ -145,19 +147,19 @@ class ProjectedForward:
 
 @dataclass(frozen=True)
 class Reversible:
-    """Reverse mode that has each state again from the one after it: for invertible networks.
+    """Reverse mode that reconstructs each state from the one after it: for invertible networks.
 
-    Time O(n²L + ndL), memory O(M_x + M_θ). Inverted are couplings (`moonwalk.nn.Coupling`, whatever has
-    `custom_vijp.definverse`), affine layers that are square and have a vijp, pointwise functions like
-    LeakyReLU. The stem up to the first layer, and the head from the last one on, are stored. Anything
-    else in between is refused with `NotInvertibleError`, which names it.
+    Time O(n²L + ndL), memory O(M_x + M_θ). It inverts couplings (`moonwalk.nn.Coupling`, and any
+    function with `custom_vijp.definverse`), square affine layers that have a vijp, and pointwise
+    functions like LeakyReLU. The stem up to the first layer, and the head from the last one on, are
+    stored. Anything else in between is refused with `NotInvertibleError`, which names it.
 
     **Arguments:**
 
-    - `tolerance`: how far the state that the inverses arrive at may be from the one that they should.
-        None: 1e-11 in float64, 1e-4 in float32.
+    - `tolerance`: the largest relative difference allowed between the first state and its
+        reconstruction. None: 1e-11 in float64, 1e-4 in float32.
     - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
-    - `on_inexact`: what happens when it is further: "raise", "nan" (the gradients) or "ignore".
+    - `on_inexact`: what happens if the difference is larger: "raise", "nan" (the gradients) or "ignore".
     """
 
     tolerance: float | None = None
@@ -182,17 +184,17 @@ class Moonwalk:
         None: 1e-11 in float64, 1e-4 in float32, 1e-2 in bfloat16 and float16. `math.inf`: no anchors for
         accuracy's sake, and whatever has a rule may be walked; certificates are held to the default.
     - `anchor_every`: an anchor every so many layers, whatever the gains are.
-    - `fragment`: how convolutions of stride one keep part of a cotangent: `moonwalk.Fragment(...)`,
-        taken as it is, with a certificate. None: the largest staggered span that the tolerance allows,
-        as far as that is known.
+    - `fragment`: how convolutions of stride one keep part of a cotangent: a `moonwalk.Fragment(...)`,
+        which is used whatever its gain and certified. None: the largest staggered span that the
+        tolerance allows, as far as that is known.
     - `checkpoint`: walks in segments whose Phase I is run again from the state at their start: less
-        memory for one more forward pass. None: none; "auto": as many as take least; a number of
-        segments; "sqrt": as many as the root of the depth; "block": one for every layer.
+        memory for one more forward pass. None: no segments; "auto": the number that takes least memory;
+        a number of segments; "sqrt": the square root of the depth; "block": one for every layer.
     - `walk_precision`: the precision of products in the cotangents' chain. None: the ambient one where
         the walk loses nothing (in TF32: little, so that it stays within 1e-2), true float32 elsewhere.
     - `inputs`: differentiated arguments (one number or several) that are inputs, not weights.
-    - `on_inexact`: what happens when a walk turns out worse than the tolerance, or a declared weight is
-        not what is declared: "raise", "nan" (all gradients) or "ignore".
+    - `on_inexact`: what happens if a walk is less exact than the tolerance, or a weight does not have
+        the structure declared for it: "raise", "nan" (all gradients) or "ignore".
     - `walk`: "auto", where that takes a tenth less memory than storing or recomputing; "always",
         wherever it can be done, as in the paper.
     """
@@ -221,7 +223,7 @@ class Moonwalk:
 
 @dataclass(frozen=True)
 class PureForward:
-    """The paper's forward-only variant: a seed by jvp alone, then the sweep; memory constant in depth.
+    """The paper's forward-only variant: JVPs for the seed, then the sweep. Memory is constant in depth.
 
     Time O(n³L + ndL), memory O(M_x + M_θ). Needs a network that can be walked from its first state to
     its last weight without anchors, and one jvp for every number of that first state.
@@ -249,7 +251,7 @@ class PureForward:
 
 
 def _identity(leaf: Any) -> Any:
-    """What makes two arrays the same setting: their values, or of a tracer that it is the same one."""
+    """A key that is equal for equal settings: an array's values, or the identity of a tracer."""
     typed = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     known = _jax.concrete(jax.random.key_data(leaf) if typed else leaf)
     if known is None:
@@ -258,7 +260,7 @@ def _identity(leaf: Any) -> Any:
 
 
 def _set(method: Any, name: str, value: Any) -> None:
-    """A setting as it is meant; methods are frozen."""
+    """Replace a setting by its normalised value; methods are frozen."""
     object.__setattr__(method, name, value)
 
 
@@ -280,7 +282,7 @@ def _check_chunk(method: Any) -> None:
 
 
 def _set_inputs(method: Any) -> None:
-    """One number, or several, as of `argnums`."""
+    """`inputs`: one number, or several, like `argnums`."""
     given = method.inputs
     inputs = (given,) if isinstance(given, int | np.integer) else given
     is_sequence = isinstance(inputs, list | tuple)
@@ -298,7 +300,7 @@ def _set_inputs(method: Any) -> None:
 
 
 def _check(method: Any) -> None:
-    """Settings that walks and inverses have; numbers and names become what they stand for."""
+    """Check and normalise the settings that walks and inverses share."""
     name = type(method).__name__
     if method.tolerance is not None:
         rule = f"must be positive (math.inf for no {'anchors' if name == 'Moonwalk' else 'limit'})"

@@ -28,10 +28,11 @@ from .walks import RerunProposer, TileProposer, WalkBoundProposer, WalkProposer,
 
 
 class PlanRequest(NamedTuple):
-    """Of a call that is planned: what every planner is told beside the loss and the method.
+    """What every planner is told about a call, besides the loss and the method.
 
     `signature`: names and types of the arguments; `gains`: those that an earlier plan measured;
-    `values`: of the jaxpr's inputs, where gains are to be measured; `fused`: for `fused_update`.
+    `values`: values of the jaxpr's inputs, if gains are to be measured; `fused`: whether the plan is for
+    `fused_update`.
     """
 
     signature: tuple[tuple[str, str], ...]
@@ -51,7 +52,7 @@ class Draft(NamedTuple):
     plain: Choice  # without walks
 
     def describe(self, choice: Choice, method: Any, signature: Any) -> Plan:
-        """The choice as a user reads it, its certificates held to the tolerance."""
+        """The choice as a printable plan, with limits set for its certificates."""
         prologue = self.network.weight_prologue
         segments = choice.segments
         limit = tolerance.tolerance_of(self.network, method, segments, self.tolerance)
@@ -77,7 +78,7 @@ def draft(
     values: dict[Any, Any] | None = None,
     fused: bool = False,
 ) -> Draft:
-    """`values`: of the jaxpr's inputs, where gains are to be measured. `fused`: for `fused_update`."""
+    """Cost a network and find its best plan without walks. Arguments are as for `PlanRequest`."""
     table = GainTable(gains, known_values(network, values))
     options, limit = tolerance.options_for(network, method)
     costs = node_costs(network, fused=fused)
@@ -89,7 +90,7 @@ def draft(
 def _plain_proposers(
     network: Network, costs: Sequence[NodeCost], free: Sequence[bool] | None = None
 ) -> list[Proposer]:
-    """What every network can be made of; `free`: the nodes that need not be walked."""
+    """Proposers of stored and recomputed segments; `free`: the nodes that need not be walked."""
     free = [True] * len(costs) if free is None else free
     plain = Plain(network, costs, live_bytes(network), free)
     return [StoreProposer(plain), RecomputeProposer(plain)]
@@ -116,7 +117,7 @@ def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
 
 
 def _with_walks(made: Draft) -> Choice:
-    """The best choice, walks and inverses among its segments."""
+    """The best choice that may also walk and invert."""
     network, options, costs = made.network, made.options, made.costs
     walks = Walks(network, options, made.table, live_bytes(network))
     inverted: list[Proposer] = []
@@ -133,7 +134,7 @@ def _with_walks(made: Draft) -> Choice:
         rerun: list[Proposer] = []
         if options.checkpoint == "auto":
             walked, rerun = [*walked, TileProposer(walks)], [RerunProposer(walks)]
-        # Of offers that keep equally much, those of the first proposer are taken.
+        # Among offers that keep equally much, the earlier proposer wins.
         every = [store, *walked, *inverted, recompute, *rerun]
         recovers = not options.always
         best = search.choose(network, costs, every, best=best, thorough=False, recovers=recovers)
@@ -149,8 +150,8 @@ def _with_walks(made: Draft) -> Choice:
 def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
     """Whether walks can keep less than all that other segments take.
 
-    Most networks that people train have no layer that can be walked, so that a walk keeps an anchor for
-    each. That is known from the rules of the heavy nodes: what else walks keep takes a trace of every
+    Most networks that people train have no layer that can be walked, so a walk would keep an anchor for
+    each. The rules of the heavy nodes suffice to see that; what else a walk keeps takes a trace of every
     distinct block.
     """
     options = made.options
@@ -169,7 +170,7 @@ def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
 def enforce_weight_alarms(
     network: Network, executors: Iterable[Executor], values: dict[Any, Any] | None
 ) -> None:
-    """What concrete weights say against a walk is said at once."""
+    """Raise at once if concrete weights already rule out a walk."""
     if values is None:
         return
     table = GainTable((), known_values(network, values))
@@ -178,5 +179,5 @@ def enforce_weight_alarms(
 
 
 def _computes(eqn: Any) -> bool:
-    """Whether a step on the weight prologue makes new numbers (and is not an identity or a layout)."""
+    """Whether a step of the weight prologue computes new values (not an identity or a relayout)."""
     return eqn.primitive not in MOVING and eqn.primitive not in (declare_p, _jax.pvary_p)

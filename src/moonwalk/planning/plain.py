@@ -1,5 +1,4 @@
-"""What JAX differentiates, as the search for a plan sees it: nodes that are stored, stretches that are
-recomputed, scans in checkpointed tiles."""
+"""Proposers for what JAX differentiates: stored nodes, recomputed stretches, checkpointed scans."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ..segments.store import NestedExecutor, StoreExecutor, may_run_again, store
 
 
 class Plain:
-    """What the search is told of nodes that JAX differentiates.
+    """The costs of nodes that JAX differentiates.
 
     `live`: bytes of the states alive before each node. `free`: the nodes that may be stored or
     recomputed; others must be walked.
@@ -32,11 +31,11 @@ class Plain:
     ):
         self.network, self.costs, self.live = network, costs, live
         sizes = [c.full if f else math.inf for c, f in zip(costs, free, strict=True)]
-        # What prints or calls back runs once, though the user may have wrapped it in `jax.checkpoint`.
+        # A node that calls back runs once, even if the user wrapped it in `jax.checkpoint`.
         asked = [node.checkpointed and not node.calls_once for node in network.nodes]
         self.stored = [math.inf if a else size for size, a in zip(sizes, asked, strict=True)]
-        # What calls back must run once. A scan in periods is a checkpoint of its own: run again it would
-        # keep the same once more.
+        # What calls back must run once. A scan in periods is a checkpoint by itself: run again, it would
+        # keep the same states a second time.
         once = [
             node.calls_once or (cost.period is not None and not a)
             for node, cost, a in zip(network.nodes, costs, asked, strict=True)
@@ -63,8 +62,8 @@ class Plain:
         nodes = network.nodes[start:stop]
         tiled = [i for i in range(start, stop) if costs[i].period is not None]
         if not tiled:
-            # The reverse pass begins with the last segment: run again, it would take at once what it
-            # had better keep, and what it keeps is gone before any other segment takes anything.
+            # The reverse pass begins with the last segment. Recomputing it would need at once what
+            # storing it keeps, and that is freed before any other segment needs memory.
             if stop == len(network.nodes) and not any(n.checkpointed for n in nodes):
                 return [StoreExecutor(network, start, stop)]
             return [store_or_recompute(network, start, stop)]
@@ -94,7 +93,7 @@ class StoreProposer(Proposer):
         return set()
 
     def begin(self, limit: int) -> None:
-        del limit  # what it keeps it takes, too
+        del limit  # a stored node takes nothing besides what it keeps
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         del best
@@ -132,11 +131,11 @@ class RecomputeProposer(Proposer):
 
 
 class Stretches:
-    """The stretch to run again that ends at a node, takes no more than a limit, and keeps least.
+    """For each node, the recomputed stretch that ends there, takes at most a limit, and keeps least.
 
-    `sizes`: what each node takes; infinite where it may not be part of one. The starts within the limit
-    are a window that moves over the nodes. Of those only the ones are held that keep less than all after
-    them, so that every start enters and leaves once.
+    `sizes`: what each node takes; infinite if it may not be recomputed. The starts within the limit form
+    a window that slides over the nodes. It holds only starts that keep less than every later one, so
+    each start enters and leaves once.
     """
 
     def __init__(self, sizes: Sequence[float], live: Sequence[int], limit: int):
@@ -150,12 +149,12 @@ class Stretches:
             for i in range(n + 1)
             if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
         }
-        # Where no stretch may reach further back, one has to begin.
+        # A stretch must be able to begin right after a node that cannot be part of one.
         self.narrow |= {i + 1 for i, size in enumerate(sizes) if math.isinf(size)}
         self.window: deque[tuple[float, int]] = deque()  # (bytes kept, start), both growing
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
-        """Asked for every node in turn."""
+        """The best offer that ends at a node; to be called for every node in turn."""
         window, prefix = self.window, self.prefix
         if stop - 1 in self.narrow:
             kept = best[stop - 1] + self._start_bytes(stop - 1)
@@ -169,5 +168,5 @@ class Stretches:
             yield Offer(start, stop, self._start_bytes(start), prefix[stop] - prefix[start])
 
     def _start_bytes(self, start: int) -> int:
-        """The state that a stretch starts from; of the first one, that is an argument."""
+        """Bytes of the state that a stretch starts from; the first is an argument and costs nothing."""
         return self.live[start] if start else 0

@@ -1,7 +1,7 @@
 """`PureForward`: where a sweep without a reverse pass can start, and what forbids one.
 
-There is no Phase II, so nothing can be kept in it: between stem and head, a block without a vijp, a
-fork, an error that would grow past the tolerance have no way out, and are refused.
+Without a Phase II nothing can be kept for the sweep. So between stem and head, a fork, a block without a
+vijp, or an error that would grow past the tolerance is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .search import Choice
 
 
 def plan(network: Network, method: PureForward, call: PlanRequest) -> Plan:
-    """As `moonwalk.plan`. The closure is always computed and enforced, at a few JVPs of the head."""
+    """Like `moonwalk.plan`. The closure is always computed and enforced, for a few JVPs of the head."""
     made = moonwalk.draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
     choice = choose(network, made.options, made.table, method, made.costs)
     return made.describe(choice, method, call.signature)
@@ -39,7 +39,7 @@ def choose(
     method: PureForward,
     costs: Sequence[NodeCost],
 ) -> Choice:
-    """Where to start, or NotSubmersiveError naming the block that forbids it."""
+    """Where to start; raises NotSubmersiveError naming the block if one forbids it."""
     envs = None if table.values is None else [table.values]
     n = len(network.nodes)
 
@@ -55,7 +55,7 @@ def choose(
             for i, s in enumerate(whole.steps)
             if s.node.weights and not s.is_stem and any(v.aval.size != 1 for v in s.block.outputs)
         ]
-        # A scan is many layers: only what follows it is the head.
+        # A scan is many layers, so only what follows it can be the head.
         stop = layers[-1] + network.nodes[layers[-1]].is_scan if layers else n
         whole, bad = walk_over(0, stop)
     start = max(bad, default=-1) + 1
@@ -104,7 +104,7 @@ def _refuse(node: Node, why: str, ways_out: str = _WAYS_OUT) -> None:
 
 
 def _keep_nothing(step: ScanStep) -> None:
-    """What is made of weights is made in the loop: for all layers at once it grows with the depth."""
+    """Disable hoisting: factors made for all layers at once would grow with the depth."""
     step.layers.hoisted = False
     for inner in step.walk.steps:
         if isinstance(inner, ScanStep):

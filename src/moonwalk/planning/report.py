@@ -28,7 +28,7 @@ from .tolerance import Planned
 for _method in (Moonwalk, PureForward, Checkpoint, Reversible):
     in_plans(_method)
 
-WORTH = 1.1  # times the memory: less is not worth a walk, which takes longer and rounds; nor silence
+WORTH = 1.1  # factor of memory that a walk, which takes longer and rounds, must save; less is warned of
 
 
 @in_plans
@@ -48,20 +48,20 @@ class Plan:
     backprop_bytes: int
     checkpoint_bytes: int
     weight_side_bytes: int
-    walked: int  # blocks whose output's cotangent is recovered
+    walked: int  # blocks with a recovered output cotangent
     anchors: int
-    fragments: int  # of the blocks walked, those that keep part of their output's cotangent
+    fragments: int  # walked blocks that keep part of their output's cotangent
     rerun: int  # walks, and parts of scans, whose Phase I is run again (`checkpoint=`)
     predicted_gain: float
     measured: bool  # whether a walk rests on measured gains
-    checked: bool  # whether it walks or inverts anything: that carries a certificate
+    checked: bool  # whether it walks or inverts anything, and so carries a certificate
     signature: tuple[tuple[str, str], ...]
     gains: tuple[tuple[Any, Gain], ...]
     segments: tuple[Segment, ...]  # what runs, in order
-    nodes: tuple[str, ...]  # the network's, as they were when it was planned
+    nodes: tuple[str, ...]  # descriptions of the network's nodes when it was planned
     numbers: tuple[str, ...] = ()  # arguments that were Python numbers, and so part of the function
     inverted: int = 0  # blocks whose input is reconstructed from their output
-    jvps: int = 0  # that a seed takes (`PureForward`)
+    jvps: int = 0  # how many the seed takes (`PureForward`)
 
     @property
     def walks(self) -> bool:
@@ -76,7 +76,7 @@ class Plan:
         return _finite(result)
 
     def to_json(self) -> str:
-        """As text that `from_json` reads: to keep beside a model, or to run on another machine.
+        """The plan as text for `from_json`: to keep beside a model, or to run on another machine.
 
         **Example:**
 
@@ -103,7 +103,7 @@ class Plan:
         return describe_nodes(network) == self.nodes
 
     def bind(self, network: Network) -> list[Executor]:
-        """What runs it on the network that it was made for, or PlanMismatchError."""
+        """Its executors on `network`; raises PlanMismatchError if it was made for another network."""
         new = describe_nodes(network)
         if new != self.nodes:
             pairs = itertools.zip_longest(self.nodes, new, fillvalue="nothing")
@@ -122,15 +122,15 @@ class Plan:
     def advice(self) -> str | None:
         """A sentence if nothing is gained, naming the costliest block and what would help.
 
-        A gain over backpropagation is one, though checkpointing might do as well: a plan may *be* the
-        best checkpointing, without a line of it in the loss. Only a plan that walks or inverts, which
-        takes longer and rounds, and takes no less memory than checkpointing is worth a word then.
+        A plan that saves over backpropagation is worth having even if checkpointing would do as well: it
+        may *be* the best checkpointing, without a line of it in the loss. Plans that walk or invert take
+        longer and round, so they are also compared with checkpointing.
         """
         rival = self._rival()
         if rival is None:
             return None
         if not self.rows:
-            if self.weight_side_bytes < 2**20:  # a function of a few numbers
+            if self.weight_side_bytes < 2**20:  # the whole function is tiny
                 return None
             return (
                 "moonwalk: everything in this loss depends on differentiated arguments alone, so there "
@@ -156,11 +156,11 @@ class Plan:
 
     @property
     def saves_little(self) -> bool:
-        """Whether there is something to advise."""
+        """Whether the plan saves little, so that there is something to advise."""
         return self._rival() is not None
 
     def _rival(self) -> str | None:
-        """The method that takes about as little memory, if any does."""
+        """The method that takes about as little memory as the plan, if there is one."""
         if WORTH * self.peak_bytes > self.backprop_bytes:
             return "backpropagation"
         if (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
@@ -172,10 +172,10 @@ _said_barriers = False
 
 
 def warn_of_deleted_barriers(plan: Plan, rows: Callable[[], Sequence[Row]]) -> None:
-    """Say once per process that the compiler at hand undoes what a plan rests on.
+    """Warn once per process that this compiler deletes the barriers that a plan rests on.
 
-    Blocks outside scans that are run again are told from their first run by a barrier alone; merged with
-    it, they keep all their residuals.
+    Outside scans, only a barrier keeps a second run of a block from being merged with the first; merged,
+    it keeps all its residuals.
     """
     global _said_barriers
     deleted = None if _said_barriers else _jax.deleted_barriers()
@@ -207,7 +207,7 @@ def _finite(value: Any) -> Any:
 
 
 def describe_nodes(network: Network) -> tuple[str, ...]:
-    """By which a plan knows the network that it was made for."""
+    """Descriptions by which a plan recognises the network it was made for."""
 
     def describe(node: Node) -> str:
         text = f"{node.describe()}, {len(node.weights)} weights"
@@ -267,7 +267,7 @@ def describe(
     gains: tuple[tuple[Any, Gain], ...],
     weight_side_bytes: int,
 ) -> Plan:
-    """The plan, still without rows: `with_rows` adds them where they are read."""
+    """The plan without its rows, which `with_rows` adds when they are read."""
     facts = [segment.facts for segment in choice.segments]
     return Plan(
         rows=(),
@@ -295,7 +295,7 @@ def describe(
 
 
 def with_rows(plan: Plan, network: Network, executors: Sequence[Executor], *, fused: bool) -> Plan:
-    """The plan with its report: what is done to every block."""
+    """The plan with the rows of its report: what is done to every block."""
     costs = node_costs(network, fused=fused)
     chosen = isinstance(plan.method, Moonwalk | PureForward)
     rows = (row for executor in executors for row in executor.rows(costs, chosen=chosen))

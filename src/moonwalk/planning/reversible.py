@@ -1,9 +1,10 @@
 """Reversible backpropagation: [stem,] layers that are inverted [, head].
 
-As reversible networks are trained (Gomez et al. 2017): up to the second layer, what has no inverse (an
-embedding, a change of width, its activation) is stored with all before it, and so is what has none from
-the last layer but one on (a classifier, the loss). Everything between must have an inverse, and is
-refused otherwise: that is the price which the paper's Table 1 marks, and which walks do not pay.
+This is how reversible networks are trained (Gomez et al. 2017). Before the second layer, a block without
+an inverse (an embedding, a change of width, its activation) is stored together with all that precedes
+it; after the last layer but one, a block without an inverse (a classifier, the loss) is stored together
+with all that follows. Everything between must have an inverse, or it is refused. The paper's Table 1
+lists that as a restriction of this method, which walks do not have.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .search import Choice
 
 
 def plan(network: Network, method: Reversible, call: PlanRequest) -> Plan:
-    """As `moonwalk.plan`. The state that inverses arrive at is always compared with the true one."""
+    """Like `moonwalk.plan`. The state that inverses reconstruct is always compared with the true one."""
     made = moonwalk.draft(network, method, gains=call.gains, fused=call.fused)
     start, stop = bounds(network)
     segments: list[Any] = [StoreExecutor(network, 0, start)] if start else []
@@ -39,14 +40,14 @@ def plan(network: Network, method: Reversible, call: PlanRequest) -> Plan:
 
 
 def bounds(network: Network) -> tuple[int, int]:
-    """The nodes to invert, or NotInvertibleError naming what forbids it."""
+    """The range of nodes to invert; raises NotInvertibleError naming a block that forbids it."""
     nodes = network.nodes
     found = [inverted_or_why(n, network, derived=True) for n in nodes]
     bad = [i for i, f in enumerate(found) if isinstance(f, Verdict)]
     weighted = [i for i, n in enumerate(nodes) if n.weights]
     if not weighted:
         return len(nodes), len(nodes)
-    # The first layer may be the stem's, the last one the head's; a scan is more layers than one.
+    # The first layer may belong to the stem, the last to the head; a scan counts as several layers.
     stem = _one_layer(nodes, weighted)
     head = len(nodes) - _one_layer(nodes[::-1], [len(nodes) - 1 - i for i in reversed(weighted)])
     start = max((i + 1 for i in bad if i < stem), default=0)
@@ -54,8 +55,7 @@ def bounds(network: Network) -> tuple[int, int]:
     inside = [i for i in bad if start <= i < stop]
     if inside:
         _refuse(nodes, found, inside[0])
-    # Behind the last layer, a derived inverse saves a bit an entry at most, and may divide by zeros of a
-    # mask.
+    # After the last layer, an inverse saves at most a bit per entry, and may divide by zeros of a mask.
     while stop > max(start, weighted[-1] + 1) and getattr(found[stop - 1], "is_derived", False):
         stop -= 1
     if start >= stop or all(nodes[i].is_aside for i in range(start, stop)):

@@ -1,9 +1,9 @@
 """The search for a plan: which nodes become which segments.
 
-The search knows no kind of segment. Proposers offer segments that end at a node, each with the bytes it
-keeps and the bytes it takes besides while it is differentiated. A dynamic program over the nodes finds
-the offers that keep least together, once for each of several limits on what a segment may take; of what
-it finds, the lowest peak (`timeline`) is chosen.
+The search does not know the kinds of segments. Proposers offer segments that end at a node, each with
+the bytes it keeps and the further bytes it takes while it is differentiated. For each of several limits
+on the latter, a dynamic program over the nodes finds the sequence of offers that keeps least. Of these
+sequences, the one with the lowest peak (`timeline`) is chosen.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ Chosen = Sequence[tuple[Proposer, Offer]]
 
 @dataclass
 class Choice:
-    """A way to cut the network into segments, what it keeps, and what it takes at once."""
+    """A way to cut the network into segments, with the bytes it keeps and its peak."""
 
     segments: list[Executor]
     kept: int
     peak: int  # by `timeline`
-    transient: int = 0  # while one of them is differentiated
+    transient: int = 0  # the most bytes that one segment takes besides while it is differentiated
     chosen: Chosen = ()  # the offers that it is made of
 
     @property
     def recovers(self) -> bool:
-        """Whether its walks, if there are any, recover a cotangent: between anchors, recomputing does as
-        well."""
+        """Whether its walks, if any, recover a cotangent: between anchors, recomputing does as well."""
         facts = [s.facts for s in self.segments]
         return not any(f.walks for f in facts) or any(f.recovers for f in facts)
 
@@ -49,8 +48,9 @@ def choose(
 ) -> Choice | None:
     """The choice with the lowest peak, `best` if none is lower.
 
-    `thorough`: look at every choice found, and not only at those that may keep less than one before:
-    to plan walks takes time. `recovers`: leave out walks that recover nothing.
+    `thorough`: evaluate every choice found, even if by its estimate it takes no less than an earlier
+    one. Planning walks takes time, so they are searched without this. `recovers`: leave out walks that
+    recover nothing.
     """
     least: float = math.inf
     seen: list[Chosen] = []
@@ -80,8 +80,7 @@ def may_choose(
     wanted: Proposer,
     below: float,
 ) -> bool:
-    """Whether offers of `wanted`, which are lower bounds, are part of a choice whose peak may be below
-    some bytes."""
+    """Whether a choice with offers of `wanted`, which are lower bounds, stays below some peak."""
     seen: list[Chosen] = []
     for limit in _limits(proposers):
         found = _least(len(network.nodes), proposers, limit)
@@ -99,8 +98,8 @@ def may_choose(
 def _at_once(chosen: Chosen) -> float:
     """A lower bound of a choice's peak.
 
-    Not the sum of what is kept: what several segments keep in the reverse pass is not alive at once, and
-    neighbours may keep the same state.
+    The sum of what is kept would be none: what several segments keep in the reverse pass is not alive at
+    once, and neighbours may keep the same state.
     """
     return max((offer.at_once for _, offer in chosen), default=0)
 
@@ -112,8 +111,8 @@ def _limits(proposers: Sequence[Proposer]) -> list[int]:
 def _least(
     n: int, proposers: Sequence[Proposer], limit: int
 ) -> tuple[float, list[tuple[Proposer, Offer]]] | None:
-    """The offers for `n` nodes that keep least, and what they take; None if some node has none."""
-    best = [0.0] + [math.inf] * n  # least bytes for the nodes before
+    """(an estimate of its bytes, the offers that keep least together); None if none cover all nodes."""
+    best = [0.0] + [math.inf] * n  # at i: the least bytes kept for the first i nodes
     back: list[tuple[Proposer, Offer] | None] = []
     for proposer in proposers:
         proposer.begin(limit)

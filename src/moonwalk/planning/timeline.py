@@ -1,13 +1,13 @@
-"""When memory is greatest: the phases in time.
+"""Peak memory: the bytes alive at each moment of the phases.
 
-What is kept, and what is worked on, are not at their most at once. In a network whose states shrink,
-what the later layers keep is gone when the first ones' cotangents, the largest, arrive. So the passes
-are gone through node by node. With aᵢ the bytes of the state before node i, and cotangents as large as
-states,
+Stored residuals and working memory do not peak at the same time. In a network whose states shrink, what
+later layers keep has been freed when the first layers' cotangents, the largest ones, arrive. So the
+passes are simulated node by node. With aᵢ the bytes of the state before node i, and cotangents as large
+as states,
 
     Phase I, or forward    kept so far + aᵢ + aᵢ₊₁
-    reverse                kept by the nodes up to i + aᵢ + aᵢ₊₁; a product needs what it keeps for its
-                           weights alone, and that is gone before its state's cotangent is made
+    reverse                kept by the nodes up to i + aᵢ + aᵢ₊₁; a product keeps its input only for the
+                           gradient of its weights, and frees it before its state's cotangent is made
     Phase II               kept in Phase I + anchors of the nodes after i + aᵢ + aᵢ₊₁
     Phase III              what the nodes from i on have kept + both states and both cotangents
 
@@ -28,12 +28,12 @@ from ..segments.store import is_one_product
 
 
 def peak(network: Network, segments: Sequence[Priced], costs: Sequence[NodeCost]) -> int:
-    """The most bytes alive at once, beside arguments and results."""
+    """The most bytes alive at once, besides arguments and results."""
     return Timeline(network, costs).through(segments)
 
 
 def backprop_peak(network: Network, costs: Sequence[NodeCost]) -> int:
-    """The same of plain reverse mode, which keeps everything, and Booleans as bytes."""
+    """`peak` for plain reverse mode, which keeps everything, and Booleans as bytes."""
     timeline = Timeline(network, costs)
     kept = list(itertools.accumulate((c.backprop + c.unpacked for c in costs), initial=0))
     n = len(costs)
@@ -49,7 +49,7 @@ class Timeline:
         self.passing = passing_bytes(network)
 
     def through(self, segments: Sequence[Priced]) -> int:
-        """Forward over the segments, and back."""
+        """The peak of a forward pass over the segments and the reverse pass."""
         top = kept = 0
         for segment in segments:
             top = max(top, kept + segment.forward_peak(self))
@@ -60,24 +60,25 @@ class Timeline:
         return top
 
     def states(self, i: int) -> int:
-        """Before and after node i, what passes it by once; of a loop, its carry inside."""
+        """The states before and after node i, passing ones once; of a loop, at least twice its carry."""
         around = self.live[i] + self.live[i + 1] - self.passing[i]
         return max(around, 2 * carry_bytes(self.nodes[i])) if self.nodes[i].is_scan else around
 
     def start(self, segment: Priced) -> int:
-        """The state that a segment starts from; of the first one, that is an argument."""
+        """Bytes of the state that a segment starts from; the first is an argument and costs nothing."""
         return self.live[segment.start] if segment.start else 0
 
     def forward(self, segment: Priced, own: Sequence[int]) -> int:
-        """In a forward pass over a segment whose nodes keep `own` bytes."""
+        """The peak of a forward pass over a segment whose nodes keep `own` bytes."""
         places = range(segment.start, segment.stop)
         before = itertools.accumulate(own, initial=segment.held(self) - sum(own))
         return max((b + self.states(i) for b, i in zip(before, places, strict=False)), default=0)
 
     def reverse(self, i: int, before: int, kept: int, *, ordered: bool = True) -> int:
-        """Of one node: `before`, what those before it keep; `kept`, that and its own.
+        """The peak of one node's reverse step.
 
-        `ordered`: the gradient of a product's weights is computed before its state's cotangent.
+        `before`: what earlier nodes keep; `kept`: that and what the node keeps. `ordered`: the gradient
+        of a product's weights is computed before its state's cotangent.
         """
         node, cost = self.nodes[i], self.costs[i]
         if node.is_scan:
@@ -102,14 +103,14 @@ def live_bytes(network: Network) -> list[int]:
 
 
 def passing_bytes(network: Network) -> list[int]:
-    """Of those that are alive both before and after each node, such as a skip over it."""
+    """Bytes of the activations alive both before and after each node, such as a skip over it."""
     if "passing" not in network.memory:
         network.memory["passing"] = _overlaps(network, lambda first, last: (first, last))[:-1]
     return network.memory["passing"]
 
 
 def _overlaps(network: Network, span: Callable[[int, int], tuple[int, int]]) -> list[int]:
-    """Bytes of the activations by place, each over the `span` of where it is first and last alive.
+    """Bytes of activations by place; `span` maps the places where one is made and last read to a range.
 
     The copies that a fork makes are one array.
     """

@@ -27,7 +27,7 @@ def default_tolerance(dtype: Any) -> float:
 
 
 def state_dtype(network: Network) -> Any:
-    """The least precise dtype that cotangents of the network have."""
+    """The least precise dtype among the network's states."""
     states = (v for n in network.nodes for v in (*n.block.inputs, *n.block.outputs))
     dtypes = {v.aval.dtype for v in states if v.aval.size > 1}
     found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
@@ -51,11 +51,11 @@ def _flat_equations(eqns: Iterable[Any]) -> Iterable[Any]:
             yield from _flat_equations(_jax.open_jaxpr(e.params["jaxpr"])[0].eqns)
 
 
-_TF32 = 1e-2  # what walks are held to whose products run in TF32, as everything around them does
+_TF32 = 1e-2  # the tolerance for walks whose products run in TF32, like everything around them
 
 
 def ambient_growth(network: Network, method: Planned) -> float:
-    """Up to which growth of error walks run in the ambient precision, which may be TF32."""
+    """The growth of error up to which walks run in the ambient precision, which may be TF32."""
     if method.tolerance is not None or not runs_in_tf32(network):
         return 1.0
     return _TF32 / MARGIN / 2.0**-11
@@ -64,10 +64,11 @@ def ambient_growth(network: Network, method: Planned) -> float:
 def tolerance_of(
     network: Network, method: Planned, segments: Sequence[Executor], planned: float
 ) -> float:
-    """What certificates are held to.
+    """The tolerance that certificates are held to.
 
-    A walk that loses little runs in the ambient precision, and is held to that. `math.inf` places no
-    anchors, but a wrong gradient is still reported: only `on_inexact="ignore"` lets it pass.
+    A walk that loses little runs in the ambient precision, and may be as inexact as that. A tolerance of
+    `math.inf` places no anchors, but a wrong gradient is still reported: only `on_inexact="ignore"` lets
+    it pass.
     """
     if math.isinf(planned):
         return default_tolerance(state_dtype(network))
@@ -79,12 +80,13 @@ def tolerance_of(
 
 
 def hold_to(tolerance: float, network: Network, method: Planned, segments: Sequence[Executor]) -> float:
-    """Say how large the certificates of segments may be, and return the largest such limit.
+    """Set the limits of the segments' certificates, and return the largest.
 
-    It is the tolerance, or what rounding alone explains; a tolerance that the user has set is final.
+    A limit is the tolerance, or what rounding alone explains if that is more. A tolerance that the user
+    has set is final.
     """
     by_default = method.tolerance is None or math.isinf(method.tolerance)
-    # A seed's closure is computed in the dtype of the activations, not in that of a walk's cotangents.
+    # A seed's closure is computed in the dtype of the activations, not in that of the walk's cotangents.
     dtype = state_dtype(network) if isinstance(method, PureForward) else None
     least = max((rounding(network, s, dtype) for s in segments), default=0.0) if by_default else 0.0
     for segment in segments:
@@ -93,11 +95,11 @@ def hold_to(tolerance: float, network: Network, method: Planned, segments: Seque
 
 
 def rounding(network: Network, segment: Executor, dtype: Any = None) -> float:
-    """A bound of what rounding in every block, down and up again, makes of a cotangent: ε √(2 · blocks).
+    """A bound on a cotangent's error from rounding in every block, down and up again: ε √(2 · blocks).
 
     Walks through isometries measure a fifth of it in bfloat16 and half in float32, at any depth. In
-    bfloat16 it exceeds a tolerance of 1e-2 after one block. `dtype`: None for that of the cotangents
-    in a walk.
+    bfloat16 the bound exceeds a tolerance of 1e-2 after one block. `dtype`: None for the dtype of
+    cotangents in a walk.
     """
     dtype = cotangent_dtype(state_dtype(network)) if dtype is None else dtype
     eps = 2.0**-10 if runs_in_tf32(network) else float(jnp.finfo(dtype).eps)

@@ -29,7 +29,7 @@ class Walks:
 
     @functools.cached_property
     def steps(self) -> Sequence[Step]:
-        """Of a walk over the whole network."""
+        """The steps of a walk over the whole network."""
         return self.plan(0, len(self.network.nodes)).steps if self.network.nodes else []
 
     @property
@@ -47,7 +47,7 @@ class Walks:
         return [math.inf if never else s.kept_bytes + s.memo_bytes for s, never in pairs]
 
     def scan(self, i: int) -> ScanStep | None:
-        """Node i, if it is a scan whose layers are walked."""
+        """The step of node i if that is a scan whose layers are walked."""
         step = self.steps[i]
         return step if isinstance(step, ScanStep) and step.source != "none" else None
 
@@ -60,14 +60,14 @@ class Walks:
         return plan_walk(self.network, start, stop, self.options, **about)[0]
 
     def least_bytes(self, *, light: bool) -> list[int]:
-        """At most `bytes`, and found sooner: anchors that no walk does without.
+        """Lower bounds of `bytes` that are found sooner: only what every walk must keep.
 
-        `light`: those at light nodes, too, whose rules take a trace.
+        `light`: count light nodes as well, whose rules take a trace.
         """
         return least_bytes(self.network, self.options, self.gains, self._envs, light=light)
 
     def start_bytes(self, start: int) -> int:
-        """The state that a walk starts from; of the first one, that is an argument."""
+        """Bytes of the state that a walk starts from; the first one is an argument and costs nothing."""
         return self.live[start] if start else 0
 
 
@@ -82,7 +82,7 @@ class WalkProposer(Proposer):
 
     def begin(self, limit: int) -> None:
         del limit
-        # The least bytes of all nodes before here, the last of them walked; and where that walk starts.
+        # Least bytes kept for the nodes so far if the last one is walked, and where that walk starts.
         self.walking, self.walk_start = math.inf, 0
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
@@ -93,7 +93,7 @@ class WalkProposer(Proposer):
         self.walking += self.bytes[i]
         if self.walking < math.inf:
             kept = self.walking - best[self.walk_start]
-            # Phase II ends with all that a walk keeps.
+            # At the end of Phase II, all that a walk keeps is alive.
             yield Offer(self.walk_start, stop, kept, at_once=kept)
 
     def realise(self, offer: Offer) -> Realised:
@@ -103,11 +103,11 @@ class WalkProposer(Proposer):
 
 @dataclass
 class WalkBound(Priced):
-    """Less than a walk takes: the state that it starts from, and in Phase II some of what it keeps."""
+    """A lower bound of a walk: the state that it starts from, and in Phase II part of what it keeps."""
 
     start: int
     stop: int
-    bytes: Sequence[int]  # that are kept of each node at least
+    bytes: Sequence[int]  # a lower bound of what is kept of each node
 
     def held(self, timeline: Any) -> int:
         return timeline.start(self)
@@ -124,7 +124,7 @@ class WalkBound(Priced):
 
 
 class WalkBoundProposer(WalkProposer):
-    """Lower bounds of walks, found without tracing blocks; nothing can run them."""
+    """Proposes lower bounds of walks, which are cheap to find and cannot be run."""
 
     def __init__(self, walks: Walks, *, light: bool):
         self.walks, self.bytes = walks, walks.least_bytes(light=light)
@@ -139,7 +139,7 @@ class RerunProposer(Proposer):
 
     def __init__(self, walks: Walks):
         self.walks = walks
-        # A scan is a segment, or several, by itself.
+        # A scan is never part of a longer segment.
         self.sizes = [
             math.inf if s.is_loop else b for s, b in zip(walks.steps, walks.bytes, strict=True)
         ]
@@ -167,7 +167,7 @@ class RerunProposer(Proposer):
 
 
 class TileProposer(Proposer):
-    """Scans that are walked in tiles; an offer's setting is their length."""
+    """Scans that are walked in tiles; an offer's setting is the tile's length."""
 
     def __init__(self, walks: Walks):
         self.walks, self.limit = walks, 0
@@ -192,7 +192,7 @@ class TileProposer(Proposer):
             return
         layer = max(1.0, (step.kept_bytes + step.layers_memo_bytes) / step.length)
         every = evenly(step.length, max(1, min(step.length, int(self.limit / layer))))
-        # One tile saves nothing alone; of several scans, XLA would make room for all at once.
+        # A single tile saves nothing, and XLA would make room for those of several scans at once.
         if every < step.length:
             yield Offer(stop - 1, stop, *tile_bytes(step, every), every)
 
@@ -222,7 +222,7 @@ def in_tiles(walk: WalkExecutor, every: int, options: Options) -> TiledWalkExecu
 def cut_evenly(
     walker: WalkProposer, chosen: Sequence[tuple[Proposer, Offer]], count: int | str
 ) -> list[tuple[Proposer, Offer]]:
-    """The chosen offers, those of `walker` in as many segments as asked for, of equally many layers."""
+    """The chosen offers, with those of `walker` cut into `count` segments of equally many layers."""
     walks = walker.walks
     layers = [s.length if isinstance(s, ScanStep) else int(s.node.is_heavy) for s in walks.steps]
     depth = sum(layers)

@@ -1,4 +1,4 @@
-"""Alarms: eagerly they raise, under a trace they can be asked to."""
+"""Alarms: raised eagerly, and on request under a trace."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def enforce(values: Any, alarms: Iterable[Alarm], check: bool | None) -> Any:
 
 
 def raise_when_run(values: Any, bad: Any, report: Callable[..., Exception], *details: Any) -> Any:
-    """`values`, which under a trace raise an error if `bad` is true on any device.
+    """`values` with a check attached: the program raises an error if `bad` is true on any device.
 
-    `report`: makes the error of `details`, arrays that are the same on every device.
+    `report`: makes the error from `details`, arrays that are the same on every device.
     """
     bad = _jax.largest_anywhere(jnp.asarray(bad, jnp.float32)) > 0
     fine = _guard_p.bind(jnp.ones((), jnp.float32), bad, *details, report=report) > 0
@@ -57,7 +57,7 @@ _jax.ad.primitive_jvps[_guard_p] = lambda primals, tangents, **params: (
 
 
 def _batch_guard(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """One of a batch is enough: the first."""
+    """For a batch one error is enough: that of the first bad entry."""
     _, bad, *details = args
     first = jnp.argmax(jnp.broadcast_to(bad, jnp.shape(bad) or (1,)))
     details = [
@@ -72,11 +72,11 @@ _jax.batching.primitive_batchers[_guard_p] = _batch_guard
 
 
 def _lower_guard(context: Any, one: Any, bad: Any, *details: Any, report: Any) -> Any:
-    """Raised on one device alone, an error would leave the others waiting for it for ever."""
+    """An error raised on one device alone would leave the others waiting for ever."""
 
     def fail(*details: Any) -> Any:
         # JAX wraps what a callback raises in its own error, below a long traceback. So the message is
-        # written first, where it is read first.
+        # written to stderr first.
         error = report(*map(np.asarray, details))
         print(f"moonwalk.{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise error
@@ -98,7 +98,7 @@ _jax.sees_devices(_guard_p)
 
 
 def _where(bad: np.ndarray) -> str:
-    """The first few places where an alarm rings."""
+    """The first few indices where an alarm rings."""
     if bad.ndim == 0:
         return ""
     places = np.argwhere(bad)

@@ -1,8 +1,8 @@
 """Functions with a derivative of their own.
 
-A `custom_jvp`/`custom_vjp` function that is not pointwise is differentiated by its own rule, too: its
-Jacobian is the linear program that this rule defines, t ↦ J t. That program is traced, cut into blocks
-and solved like any other function; being linear, it has the same Jacobian everywhere.
+A `custom_jvp`/`custom_vjp` function that is not pointwise is also differentiated by its own rule: its
+Jacobian is the linear program t ↦ J t that the rule defines. That program is traced, cut into blocks and
+solved like any other function; being linear, it has the same Jacobian everywhere.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _trace_tangents(block: Block) -> Tangents | Verdict:
     flat = [*x, *x, *operands]
     try:
         program = jax.make_jaxpr(transposed_program if backward else forward_program)(*flat)
-    except Exception as error:  # JAX raises various types for what it cannot transpose
+    except Exception as error:  # JAX raises various exceptions for what it cannot transpose
         return Verdict(
             None,
             f"its own derivative cannot be read as a linear map ({type(error).__name__})",

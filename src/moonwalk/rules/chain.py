@@ -50,18 +50,18 @@ class Chain:
         return [item for item in self.schedule if isinstance(item, Link)]
 
     def prepare(self, env: Mapping[Any, Any]) -> tuple[Any, ...]:
-        """Factors of every block whose operands follow from `env` (weights) alone, else None."""
+        """For each block, its factors if its operands follow from `env` (weights) alone, else None."""
         return tuple(
             None if operands is None else link.rule.prepare(link.block, operands)
             for link, operands in self._with_operands(env)
         )
 
     def gains(self, env: Mapping[Any, Any]) -> list[Gain]:
-        """Gains of all blocks, measured where their operands follow from `env` (weights)."""
+        """Gains of all blocks, measured if their operands follow from `env` (weights)."""
         return [link.rule.gain(link.block, operands) for link, operands in self._with_operands(env)]
 
     def _with_operands(self, env: Mapping[Any, Any]) -> Iterator[tuple[Link, list[Any] | None]]:
-        """Each block with its operands, None where these do not follow from `env` alone."""
+        """Each block with its operands, or None if these do not follow from `env` alone."""
         env = dict(env)
         for item in self.schedule:
             if isinstance(item, Link):
@@ -102,7 +102,7 @@ class Chain:
         return tuple(cotangents[v] for v in self.outputs)
 
     def alarms(self, tape: Tape) -> list[Alarm]:
-        """Everything that may be wrong with the values on the tape."""
+        """All alarms for the values on the tape."""
         return [
             replace(alarm, place=f"{alarm.place}\n  {place(block)}")
             for (block, rule, _), (factors, kept) in zip(self.links, tape, strict=True)
@@ -146,7 +146,7 @@ def choose(block: Block, fallback: Rule | None = None) -> tuple[Rule, Verdict]:
         raise refuse(block, Verdict(None, "its state is complex, not real", way_out))
     for rule in registry.rules_for(block):
         verdict = rule.verdict(block)
-        if verdict and n_out <= n:  # no rule can be right about a block that expands
+        if verdict and n_out <= n:  # a block that expands is not submersive, whatever a rule says
             return rule, verdict
         verdict = _no_rule(block) if verdict else verdict
         refusal = verdict if refusal is None else refusal
@@ -191,7 +191,7 @@ _KRYLOV = "ask for the matrix-free rule: moonwalk.vijp(..., fallback=moonwalk.Ma
 
 
 def _no_rule(block: Block) -> Verdict:
-    """Why no rule serves a block."""
+    """The verdict on a block that no rule serves."""
     n, n_out = block.sizes
     primitives = {e.primitive.name for e in block.eqns}
     control = sorted(primitives & {"cond", "while"})
@@ -250,7 +250,7 @@ def _refuse_constant_outputs(cut: Graph) -> None:
         )
 
 
-# What may belong to an isometry that comes after it.
+# A block that may belong to a following isometry.
 _COPYING = partition.MOVING | {lax.pad_p}
 
 
@@ -259,8 +259,8 @@ def with_isometries_joined(
 ) -> list[Block | JaxprEqn]:
     """Join a convolution declared isometric with the copying step that it needs before it.
 
-    A circular convolution is a wrap-around copy, which repeats entries and is not submersive, and
-    then a convolution; the declaration refers to both together.
+    A circular convolution is a wrap-around copy, which repeats entries and so is not submersive,
+    followed by a convolution. The declaration refers to both together.
     """
     result: list[Block | JaxprEqn] = []
     for item in schedule:

@@ -2,7 +2,7 @@
 
 The state is the part of the carry that carries a derivative. The body is cut into blocks and given
 rules once; weight-only factors of all layers are made in one batched call before the loop. `cond` and
-`while_loop` stay opaque: which path runs is not known while tracing.
+`while_loop` have no rule, because which path runs is not known while tracing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Body(NamedTuple):
     consts: tuple[Any, ...]
     chain: Chain
     counts: _jax.ScanCounts
-    active: tuple[int, ...]  # which carries are the state
+    active: tuple[int, ...]  # the carries that are the state
 
     def env(self, consts: Sequence[Any], carry: Sequence[Any] | None, xs: Sequence[Any]) -> dict:
-        """Values of the body's inputs; without the carry, what is known before the loop."""
+        """Values of the body's inputs; without a carry, those known before the loop."""
         in_consts, in_carry, in_xs = self.counts.groups(self.jaxpr.invars)
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env.update(zip(in_consts, consts, strict=True))
@@ -171,7 +171,7 @@ class Scan(Rule):
 
     def alarms(self, block: Block, factors: Any, kept: Any) -> list[Alarm]:
         body = _checked(block)
-        texts: list[Any] = []  # what does not depend on values: no tracer may leave the loop
+        texts: list[Any] = []  # the static parts of alarms, as no tracer may leave the loop
 
         def step(_: Any, tape: Any) -> Any:
             alarms = body.chain.alarms(tape)

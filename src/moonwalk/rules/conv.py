@@ -13,8 +13,9 @@ parallel it is the whole vijp. This corrects the paper's Algorithm 2, which leav
 unassigned, drops the diagonal and transposes the kernel, and its order of elimination Σi' + c'
 (docs/numerics.md §7.1, §7.2).
 
-Where channels expand, M has more columns than rows and each window loses h' off their span: with windows
-that are solved in parallel, a walk keeps those coordinates (`pivot`), and K is M's pseudo-inverse.
+Where channels expand, M has more columns than rows, and the part of each window's h' outside the row
+space of M is lost. If windows are solved in parallel, a walk keeps those coordinates (`pivot`), and K is
+M's pseudo-inverse.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .windows import Plan
 
 
 class Factors(NamedTuple):
-    """The pivot's inverse, the same as a kernel in the layout of w, and the couplings' T_a."""
+    """The pivot's inverse, also as a kernel in the layout of w, and the T_a of the couplings."""
 
     pivot: pivot.Factors
     kernel: Any
@@ -46,7 +47,7 @@ class Factors(NamedTuple):
 
 
 def _pivots(block: Block) -> Plan | Verdict:
-    """The pivots, however many channels they serve, or why there are none."""
+    """The pivots, whatever the number of channels, or why there are none."""
     geometry, structure = geometry_of(block), structure_of(block)
     chosen = []
     for number, axis in enumerate(geometry.axes):
@@ -158,7 +159,7 @@ class Convolution(Rule):
     def fragmented(self, block: Block, ask: Ask) -> Iterator[FragmentRule]:
         if unsuited(block) is None:
             yield from _expanding(block)
-            # Those that keep least first, counting the anchors that gains ask for.
+            # Ordered by what they keep, counting the anchors that their gains require.
             yield from separators.candidates(block, ask)
             yield from spans.candidates(block, ask)
             yield from separators.short_ways(block, ask)
@@ -223,7 +224,7 @@ def _divide_channels(geometry: Geometry, rows: Any, diagonal: Any) -> Any:
 
 
 def _expanding(block: Block) -> Iterator[FragmentRule]:
-    """What serves a convolution that only lacks equations for its channels, in parallel windows."""
+    """The fragment rule for a convolution with parallel windows whose channels expand, if it is one."""
     plan, geometry = _pivots(block), geometry_of(block)
     if not isinstance(plan, Plan) or not plan.parallel or geometry.m_out <= plan.pivots * geometry.m:
         return
@@ -233,7 +234,7 @@ def _expanding(block: Block) -> Iterator[FragmentRule]:
 
 @dataclass(frozen=True)
 class Expanding(FragmentRule):
-    """More output channels than a parallel pivot has equations: keeps h' Q₂ of every window."""
+    """More output channels than a parallel pivot has equations: keeps h' Q₂ for every window."""
 
     name = "expanding convolution"
     reads_factors = True

@@ -1,8 +1,8 @@
 """Pointwise blocks: activations, scale and bias, MaxMin, gates.
 
-Whatever mixture of pointwise primitives and custom derivatives k states of one shape go through to
-become k' ≤ k states of that shape, entry i of the outputs depends on entry i of the inputs only, so
-the Jacobian falls into one k' × k matrix per entry. For k = k' = 1 it is diagonal:
+A pointwise block maps k states of one shape to k' ≤ k states of that shape, by any mixture of pointwise
+primitives and custom derivatives. Entry i of the outputs depends only on entry i of the inputs, so the
+Jacobian splits into one k' × k matrix per entry. For k = k' = 1 it is diagonal:
 
     h = h' · d      ⇒      h' = h / d,          d = pullback(1)
 
@@ -53,7 +53,7 @@ class Elementwise(Rule):
 
     def matches(self, block: Block) -> bool:
         touched = set(block.inputs)
-        for e in block.eqns:  # what does not touch the state may be anything (a bias, broadcast)
+        for e in block.eqns:  # equations that do not read the state may be anything (a broadcast bias)
             if any(not isinstance(v, Literal) and v in touched for v in e.invars):
                 if e.primitive not in POINTWISE and e.primitive not in _OWN_DERIVATIVE:
                     return False
@@ -172,8 +172,8 @@ class Elementwise(Rule):
 def _newton(value_and_slope: Any, y: Any) -> Any:
     """x with f(x) = y, for a monotone f of two linear pieces.
 
-    The first step solves the piece that it starts in. If y belongs to the other one, then what it
-    arrives at does too, because f is monotone, and the second step solves that.
+    The first step solves the piece that it starts in. If y belongs to the other piece, the result lies
+    in that piece too, because f is monotone, and the second step solves it.
     """
     x = y
     for _ in range(2):
@@ -209,7 +209,7 @@ def _newton_inverts(block: Block) -> bool:
     with np.errstate(all="ignore"):
         value, slope = value_and_slope(x)
         found = _newton(value_and_slope, value)
-        # Rounding in y, and in a bias that is as large as these operands are.
+        # Allows for rounding in y, and in a bias as large as these operands.
         size = np.abs(x) + (np.abs(value) + 8) / np.abs(slope)
         rounding = 32 * float(jnp.finfo(state.dtype).eps) * size
     inside = np.abs(x) < 1e3  # beyond, a bias is lost in rounding, and squares overflow
@@ -287,7 +287,7 @@ def _derivative_program(block: Block) -> Program | None:
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    """The equations that the outputs need (a jvp also traces tangents that are never read)."""
+    """The equations that the outputs need (a jvp also traces tangents that nothing reads)."""
     wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
@@ -324,11 +324,11 @@ def _is_pointwise(program: Program, shape: tuple[int, ...]) -> bool:
 
 
 class _Compact:
-    """A pullback whose Jacobian depends on the state through a few booleans only.
+    """A pullback whose Jacobian depends on the state only through a few booleans.
 
-    Of max(x, y) JAX may keep floats, which it compares with one another. All that the Jacobian depends
-    on is which of the two was larger, or neither (a tie, where JAX takes the mean): two bits. They
-    determine JAX's own pullback at every input, ties included.
+    For max(x, y) JAX may keep floats and compare them. But the Jacobian depends only on which of the two
+    was larger, or neither (at a tie JAX takes the mean): two bits. They determine JAX's own pullback at
+    every input, ties included.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], states: int, outputs: int, booleans: Any):
@@ -373,7 +373,7 @@ def needed_for(eqns: Sequence[Any], wanted: Sequence[Any], known: Any = ()) -> l
 
 
 def _compact_form(block: Block) -> _Compact | None:
-    """The Jacobian's entries as a jaxpr cut at its booleans, or None where it needs more than those."""
+    """The Jacobian's entries as a jaxpr cut at its booleans, or None if these do not determine them."""
     if any(e.primitive is _jax.custom_vjp_call_p for e in block.eqns):
         return None
     x, operands = block.structs()
@@ -399,7 +399,7 @@ def _compact_form(block: Block) -> _Compact | None:
 
 
 def _booleans(jaxpr: Any, states: int) -> list[Any] | None:
-    """The booleans through which alone the outputs depend on the state; None if there is another way."""
+    """The booleans that carry all dependence of the outputs on the state; None if there is any other."""
     depends = set(jaxpr.invars[:states])
     producer = {}
     for eqn in jaxpr.eqns:
@@ -430,18 +430,18 @@ _CORE, _WIDE = 160, 256
 
 
 class Probe(NamedTuple):
-    """What the probed derivatives say."""
+    """What probing the derivative found."""
 
     vanishing: float  # share of inputs in the core at which the Jacobian is exactly singular
     gain: float  # inf where the derivative is not bounded away from zero
-    singular_at_ties: bool  # whether that is so because of what JAX makes of two equal values
+    singular_at_ties: bool  # whether that is due to JAX's derivative at ties
 
 
 _probes: dict[Any, Probe] = {}
 
 
 def _known_numbers(block: Block) -> list[np.ndarray | None]:
-    """Of each operand its value, where it is one number that is known while tracing."""
+    """For each operand its value, if that is a single number known while tracing."""
     return [block.constants.get(v) if v.aval.size == 1 else None for v in block.operands]
 
 
@@ -504,10 +504,10 @@ def _singular_values(jacobian: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 class _Knots:
-    """Inputs at which two values are equal that the derivative compares.
+    """Inputs at which two values that the derivative compares are equal.
 
-    Between two probes may lie a range of inputs that none of them hits, and none ever hits a tie. So
-    where a comparison turns out differently at two probes, the line between them is bisected. A
+    A range of inputs may lie between two probes without containing any, and no probe hits a tie. So
+    where a comparison has different outcomes at two probes, the line between them is bisected. A
     comparison of operands alone, whose values are not known, may have any outcome.
     """
 
@@ -526,14 +526,14 @@ class _Knots:
         self.pairs = list(ways)
         on_state, on_unknown = self._dependent(unknown)
         self.free = [p for p in ways if {p.a, p.b} & on_unknown and not {p.a, p.b} & on_state]
-        # Of one comparison both sides are probed, and a tie is on one of them.
+        # For a single comparison both sides are probed, and a tie belongs to one of them.
         tie_differs = any(len(found) > 1 or predicates.EQUAL in found for found in ways.values())
-        self.which = np.zeros(0, int)  # of each knot, the pair that is equal there
+        self.which = np.zeros(0, int)  # for each knot, the pair that is equal there
         if len(ways) > 1 or tie_differs:
             self._find()
 
     def _dependent(self, unknown: Sequence[bool]) -> tuple[set[Any], set[Any]]:
-        """What depends on the states, and what on operands that are not known."""
+        """The variables that depend on the states, and those that depend on unknown operands."""
         jaxpr, states = self.program.jaxpr, self.program.states
         operands = jaxpr.invars[states + self.program.seeds :]
         on_state = set(jaxpr.invars[:states])
@@ -551,7 +551,7 @@ class _Knots:
 
     def _find(self) -> None:
         x = self.x
-        # One state's probes in order; of several states, neighbours that are not far away.
+        # For one state, consecutive probes; for several, neighbours that are not far apart.
         order = np.argsort(x[0]) if len(x) == 1 else np.arange(_CORE + _WIDE // 2)
         slots, following = order[:-1], order[1:]
         low, high = ([a.astype(np.float64)[at] for a in x] for at in (slots, following))
@@ -593,14 +593,14 @@ class _Knots:
         return np.stack([np.where(a == b, 0.0, a - b) for a, b in pairs])
 
     def jacobians(self) -> tuple[np.ndarray, np.ndarray]:
-        """Beside the knots, and at them."""
+        """The Jacobians on both sides of the knots, and at them."""
         none = np.zeros((0, len(self.program.jaxpr.outvars), self.program.seeds))
         none = np.swapaxes(none, -1, -2) if self.program.backward else none
         beside, tied = self._at_knots() if len(self.which) else (none, none)
         return np.concatenate([beside, *self._with_free_outcomes()]), tied
 
     def _with_free_outcomes(self) -> Iterator[np.ndarray]:
-        """At the probes, with every outcome of a comparison that the state does not decide."""
+        """The Jacobians at the probes, for all outcomes of comparisons of operands alone."""
         for pair in self.free[:8]:
             for outcome in (predicates.LESS, predicates.EQUAL, predicates.GREATER):
                 forced = {
@@ -618,14 +618,14 @@ class _Knots:
         return sides[beside], np.concatenate([sides[~beside], *tied])
 
     def _ties(self) -> list[np.ndarray]:
-        """Which pairs to take for equal: [pairs, knots], in several ways."""
+        """Several choices of which pairs to treat as equal: [pairs, knots]."""
         number = np.arange(len(self.pairs))[:, None]
-        # Others are equal at the same place: max(x, 0) + max(2x, 0).
+        # Pairs that are equal at the same place: max(x, 0) + max(2x, 0).
         near = np.abs(self._differences(self.low, self.slots)) <= 2.0**-20 * self.width
         tied = near | (number == self.which)
         if len(self.low) == 1:
             return [tied]
-        # Of several states so may be others, by chance: a and b, c and d.
+        # With several states, others may be equal by chance: a and b, c and d.
         few = range(min(len(self.pairs), 4))
         chances = [s for n in (2, 3, 4) for s in itertools.combinations(few, n)]
         return [tied, *(tied | np.isin(number, s) for s in chances)]
@@ -659,11 +659,11 @@ def _gain(jacobian: np.ndarray) -> float:
 
 
 def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
-    """Inputs: a core around zero, where activations live, and magnitudes far out."""
+    """Probed inputs: a core around zero, where activations live, and large magnitudes."""
     info = jnp.finfo(dtype)
     reach = min(36.0, float(np.log10(float(info.max))) - 1, -float(np.log10(float(info.tiny))) - 1)
     core = rng.uniform(-3, 3, _CORE)
-    # Evenly over the magnitudes, of either sign in turn; jittered, so that no two states ever tie.
+    # Evenly over magnitudes, with alternating signs; jittered, so that no two states tie.
     near = np.linspace(-1, 2, _WIDE // 2) + rng.uniform(0, 6 / _WIDE, _WIDE // 2)
     far = rng.uniform(-reach, reach, _WIDE - _WIDE // 2)
     wide = np.resize([1, -1], _WIDE) * 10.0 ** np.concatenate([near, far])
@@ -671,7 +671,7 @@ def _inputs(dtype: Any, rng: np.random.Generator) -> np.ndarray:
 
 
 def _samples(aval: Any, rng: np.random.Generator) -> np.ndarray:
-    """Values for what is not known: any boolean, any moderate number of either sign."""
+    """Samples for unknown operands: any boolean, any moderate number of either sign."""
     n = _CORE + _WIDE
     if jnp.issubdtype(aval.dtype, jnp.inexact):
         return (rng.choice([-1, 1], n) * 2.0 ** rng.uniform(-2, 2, n)).astype(aval.dtype)
@@ -685,7 +685,7 @@ def _drawn(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.choice(values.ravel(), _CORE + _WIDE)
 
 
-# What becomes one number per entry again if its input is one.
+# Equations that preserve "one number per entry".
 _HANDING_ON = _jax.SAME_VALUES | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
 
 
@@ -697,9 +697,9 @@ def _pointwise(
 ) -> list[np.ndarray]:
     """Evaluate the program with one number in place of every array.
 
-    What is computed by an equation that is not pointwise (a norm under `stop_gradient`) is unknown,
-    and sampled like any other operand, the same at every call; `slots` says which samples to take.
-    `forced`: booleans that are to be true, or false, at some of the probes.
+    The result of an equation that is not pointwise (a norm under `stop_gradient`) is unknown, and
+    sampled like any other operand, in the same way at every call; `slots` says which samples to take.
+    `forced`: booleans that are set to true or false at some of the probes.
     """
     jaxpr = program.jaxpr
     taken = slice(None) if slots is None else slots

@@ -7,8 +7,8 @@ linear part F(h') that together with h determines h':
     Phase III    h' = restore(F(h'), h)
 
 The best fragment is h' in coordinates of the cokernel and nothing else (a normalisation: one or two
-numbers per group; an expanding layer: n'-n). A fragment may hold more for the sake of a cheap or a
-stable restoration: a stride-1 convolution keeps the first k-1 slices of every span.
+numbers per group; an expanding layer: n'-n). A fragment may hold more, to make restoring cheap or
+stable: a stride-1 convolution keeps the first k-1 slices of every span.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Fragment:
 
     **Arguments:**
 
-    - `span`: how many positions along each axis one fragment serves (the paper's block size B). Of every
-        span the first k-1 slices are kept. Error grows inside a span, so larger ones keep less and
+    - `span`: how many positions along each axis one fragment serves (the paper's block size B). The
+        first k-1 slices of every span are kept. Error grows inside a span, so longer spans keep less and
         are less exact.
     - `stagger`: shift the grid of spans from layer to layer, so that errors meet kept slices sooner.
         False: the paper's scheme, the same grid in every layer.
@@ -50,18 +50,18 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a plan wants of a block's fragments."""
+    """What a plan requires of a block's fragments."""
 
-    requested: Fragment | None = None  # the user's; None: whatever is exact enough
-    slope: float = 1.0  # between such blocks derivatives lie between this and 1: it feeds error's growth
+    requested: Fragment | None = None  # the user's choice; None: any that is exact enough
+    slope: float = 1.0  # derivatives between such blocks lie in [slope, 1]
 
 
 class FragmentRule(Rule):
-    """A rule that needs a fragment. Its instances belong to one block, and are compared by value."""
+    """A rule that needs a fragment. An instance belongs to one block, and is compared by value."""
 
     reads_factors: ClassVar[bool] = False  # whether `fragment` needs what `prepare` makes
-    blind: ClassVar[bool] = True  # whether tolerance=inf may take it though nothing bounds its gain
-    asked: bool = False  # whether the user asked for just this, however exact it is
+    blind: ClassVar[bool] = True  # whether tolerance=inf may use it although nothing bounds its gain
+    asked: bool = False  # whether the user asked for exactly this fragment
 
     @property
     def has_difference(self) -> bool:
@@ -73,7 +73,7 @@ class FragmentRule(Rule):
 
     @property
     def label(self) -> str:
-        """What tells it from other ways to serve the same block."""
+        """What distinguishes it from other ways to serve the same block."""
         return self.name
 
     def describe(self, block: Block) -> str:
@@ -81,7 +81,7 @@ class FragmentRule(Rule):
         raise NotImplementedError
 
     def moves(self, block: Block) -> tuple[int, ...]:
-        """How far the next block's grid should lie from this one's, along each axis."""
+        """How far the next block's grid should be shifted against this one's, along each axis."""
         del block
         return ()
 
@@ -97,6 +97,6 @@ class FragmentRule(Rule):
 
 
 def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
-    """Fragments that would do for a block, those that keep least first."""
+    """Fragment rules that could serve a block, those that keep least first."""
     for rule in registry.rules_for(block):
         yield from rule.fragmented(block, ask)

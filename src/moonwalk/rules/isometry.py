@@ -1,9 +1,9 @@
 """Convolutions declared isometric: J Jᵀ = I, so the vijp is the jvp, h' = J h.
 
-A dense layer that is declared so is orthogonal (`linear`); a convolution is one as a whole, with the
-copying step before it (`chain`), and its pivot alone says nothing. The declaration of a kernel refers to
-its windows on an endless axis, at the convolution's stride: their rows are orthonormal. They still are
-if the axis is closed to a circle, and whenever all windows lie inside the input.
+A dense layer declared isometric is orthogonal (`linear`). A convolution is an isometry only as a whole,
+together with the copying step before it (`chain`); its pivot alone need not be. The declaration of a
+kernel says that its windows on an endless axis, at the convolution's stride, have orthonormal rows. They
+still do if the axis is closed to a circle, and whenever all windows lie inside the input.
 
 **Zero padding** cuts off the windows at the edges: their rows r̃ are what the input leaves of the whole
 rows r. The row q of an inside window has no entry outside the input, so that
@@ -49,7 +49,7 @@ from .windows import Axis
 
 
 class _Orthonormal(Rule):
-    """What is common to both: h' by orthonormal rows."""
+    """What both rules share: h' by orthonormal rows."""
 
     def gain(self, block: Block, operands: Sequence[Any] | None = None) -> Gain:
         del block, operands
@@ -115,7 +115,7 @@ def _is_cut(block: Block) -> bool:
     """Whether padding cuts off any window."""
     params = block.eqn.params
     if any(d != 1 for d in params["lhs_dilation"]) or params["batch_group_count"] != 1:
-        return False  # its windows are no windows of the input: the declaration is taken at its word
+        return False  # its windows are not windows of the input; trust the declaration
     return any(_inside(a) != (0, a.out) for a in geometry_of(block).axes)
 
 
@@ -127,10 +127,10 @@ def _cuts(block: Block) -> str:
 
 @dataclass(frozen=True)
 class Edges(_Orthonormal, FragmentRule):
-    """Windows that padding cuts off: keeps h' there.
+    """Keeps h' at the windows that padding cuts off.
 
-    The edges are cut into strips, the first and the last windows along each axis; of each, the axes
-    before are cropped to the inside, so that no corner is in two of them.
+    The edges are cut into strips: the first and the last windows along each axis, with all earlier axes
+    cropped to the inside, so that no corner is in two strips.
     """
 
     name = "edges"
@@ -181,7 +181,7 @@ def _pullback(block: Block, operands: Sequence[Any]) -> Any:
 
 
 def _alarms(block: Block, pullback: Any, u: State, where: str = "") -> list[Alarm]:
-    """Whether J Jᵀ u is u."""
+    """Alarms that ring unless J Jᵀ u = u."""
     back = pushforward(block, pullback, pullback(u))
     off = _norm([a - b for a, b in zip(back, u, strict=True)]) / _norm(u)
     return [

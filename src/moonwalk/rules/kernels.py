@@ -1,4 +1,4 @@
-"""What a convolution is made of: its axes, channels and groups, and its kernel in one layout."""
+"""A convolution's axes, channels and groups, and its kernel in one canonical layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def geometry_of(block: Block) -> Geometry:
 
 
 def declared_of(block: Block) -> str | None:
-    """What is declared of the kernel."""
+    """The kernel's declaration, if there is one."""
     declaration = block.declaration(block.eqn.invars[1])
     out, inp, *_ = block.eqn.params["dimension_numbers"].rhs_spec
     return declaration and declaration.of_kernel(inp, out)
@@ -53,7 +53,7 @@ def declared_of(block: Block) -> str | None:
 def structure_of(block: Block) -> str | None:
     """The structure of the pivot, where one is declared."""
     structure = declared_of(block)
-    # An isometry that is not one as a whole says nothing of its pivot.
+    # Being isometric as a whole says nothing about the pivot.
     return None if structure == "isometric" else structure
 
 
@@ -73,7 +73,7 @@ def like_weight(geometry: Geometry, kernel: Any) -> Any:
 
 
 def unsuited(block: Block) -> Verdict | None:
-    """Why no elimination serves a convolution, whatever its geometry; None where some may."""
+    """Why no elimination can serve a convolution, whatever its geometry; None if one may."""
     params = block.eqn.params
     if block.inputs != (block.eqn.invars[0],) or block.eqn.invars[1] in block.inputs:
         return Verdict(

@@ -3,9 +3,9 @@
     y[b, f, o] = Σ_i x[b, f, i] M[b, i, o]      b: batch, f: the state's free axes, i: contracted, o: out
     h[b, f, i] = Σ_o h'[b, f, o] M[b, i, o]     submersive iff M[b] has full column rank (out ≤ in)
 
-Axes may lie in any order and number; the rule reads them off the dimension numbers, so weights stored
-[in, out] or [out, in], vmapped, stacked or multi-headed are all the same to it. A layer that expands, of
-full row rank, keeps the out - in coordinates of h' that it loses (`pivot`).
+Axes may lie in any order and number; the rule reads them off the dimension numbers, so it does not
+matter whether weights are stored as [in, out] or [out, in], vmapped, stacked or multi-headed. For a
+layer of full row rank that expands, a walk keeps the out - in coordinates of h' that it loses (`pivot`).
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _features(layout: Layout) -> tuple[int, int]:
 
 
 def _free(layout: Layout, block: Block) -> list[int]:
-    """Sizes of the state's free axes as rows have them: with a batch, merged."""
+    """Sizes of the state's free axes as laid out in rows: merged if there is a batch."""
     free = [block.inputs[0].aval.shape[a] for a in layout.x_free]
-    # Without a batch there is no need to merge the free axes, any of which may be sharded.
+    # Without a batch the free axes need not be merged, and any of them may be sharded.
     return [math.prod(free)] if layout.x_batch else free
 
 
@@ -104,7 +104,7 @@ def _as_output(layout: Layout, block: Block, rows: Any) -> Any:
 
 
 def _out_sharding(layout: Layout, block: Block) -> Any:
-    """The output's sharding, where rows are the output as it lies."""
+    """The output's sharding, if rows have the output's layout."""
     in_place = layout.state_first and not layout.x_batch and len(layout.w_out) == 1
     return _jax.explicit_sharding(block.outputs[0].aval) if in_place else None
 
@@ -187,7 +187,7 @@ class Dense(Rule):
 
 
 def _splits_out(block: Block, layout: Layout) -> bool:
-    """Whether the output's features lie on several devices: no row of h' is on any of them."""
+    """Whether the output's features lie on several devices, so that none has a whole row of h'."""
     first = len(layout.x_batch) + (len(layout.x_free) if layout.state_first else 0)
     own = range(first, first + len(layout.w_out))
     return any(a in own for a in _jax.sharded_axes(block.outputs[0].aval))

@@ -19,8 +19,8 @@ With the complete QR factorisation Mᵀ = [Q₁ Q₂] [R; 0],
     h = h' Mᵀ = h' Q₁ R    ⇒    h' = h R⁻¹ Q₁ᵀ + f Q₂ᵀ,    f = h' Q₂:
 
 f, out - in coordinates of h', is all that a walk must keep. R⁻¹ Q₁ᵀ is the transpose of M's
-pseudo-inverse, so it is applied as left inverses are; and Q is orthogonal, so only R lets error grow.
-Structures give this factorisation nothing to save.
+pseudo-inverse, so it is applied like a left inverse; and since Q is orthogonal, only R lets error grow.
+Declared structures would not make this factorisation any cheaper.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from .registry import Alarm, Gain
 
 
 class Factors(NamedTuple):
-    """A left inverse and what is known of its quality."""
+    """A left inverse, and what its alarms need."""
 
     inverse: Float[Array, "*batch out in"]  # for "diagonal": the diagonal itself, [*batch, out]
     singular: Bool[Array, "*batch out"]
     defect: Float[Array, "*batch"]
-    finite: Bool[Array, ""]  # of the whole weight: a vijp reads the pivot's rows, a vjp all of them
+    finite: Bool[Array, ""]  # the whole weight: a vijp reads the pivot's rows, a vjp all of them
 
 
 class Cokernel(NamedTuple):
-    """Of a matrix that expands: its pseudo-inverse, and a basis of what it loses."""
+    """The pseudo-inverse of a matrix that expands, and a basis of what it loses."""
 
     pivot: Factors
     basis: Float[Array, "*batch out lost"]  # Q₂
@@ -65,7 +65,7 @@ def factorise(
     matrix = matrix.astype(_jax.working_dtype(matrix.dtype))
     square = matrix[..., :out, :]
     if structure == "orthogonal":
-        inverse = jnp.swapaxes(part.astype(matrix.dtype), -1, -2)  # a product: it stays where it is
+        inverse = jnp.swapaxes(part.astype(matrix.dtype), -1, -2)  # a product, which keeps its sharding
         diagonal = jnp.ones((*matrix.shape[:-2], out), matrix.dtype)
     elif structure == "diagonal":
         inverse = diagonal = jnp.diagonal(square, axis1=-2, axis2=-1)
@@ -81,7 +81,7 @@ def factorise(
 
 
 def _shown_rank(r: Any, size: int) -> Any:
-    """The diagonal of R, zero where it shows a loss of rank relative to the matrix's own size."""
+    """The diagonal of R, with zeros where it shows a loss of rank relative to the size of the matrix."""
     diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
     largest = jnp.max(jnp.abs(diagonal), axis=-1, keepdims=True, initial=0)
     return jnp.where(jnp.abs(diagonal) <= jnp.finfo(r.dtype).eps * size * largest, 0, diagonal)
@@ -154,24 +154,24 @@ def gain(structure: str | None, matrix: Any = None) -> Gain:
 
 
 def declared(structure: str | None, dtype: Any, size: int, what: str) -> list[tuple[str, float]]:
-    """For `Rule.declared`: what is relied on, and how far it may be off."""
+    """`Rule.declared` for a pivot: the structure relied on, and how far it may be off."""
     if structure is None:
         return []
-    rounding = 3 * allowed_defect(dtype, size, structure)  # of a product of two, on a random vector
+    rounding = 3 * allowed_defect(dtype, size, structure)  # of a product, on a random vector
     return [(f"{what}, declared {structure!r}", rounding)]
 
 
 def probe(matrix: Float[Array, "*batch in out"], structure: str) -> Float[Array, ""]:
-    """How far a pivot is from its declared structure, as cheaply as it is read.
+    """How far a pivot is from its declared structure, at about the cost of reading it.
 
-    Zeros are looked at one by one. Orthogonality shows on random vectors v of signs: with
+    Declared zeros are all checked. Orthogonality is tested on random vectors v of signs: with
     E = MᵀM − I, E ‖E v‖² = ‖E‖_F², so that ‖E v‖ / ‖v‖ ≥ ‖E‖₂ / √n is measured, on average.
     """
     matrix = _jax.gathered(matrix)
     if structure != "orthogonal":
         return jnp.max(defect(matrix, structure), initial=0).astype(jnp.float32)
     wide = matrix.astype(_jax.working_dtype(matrix.dtype))
-    # Contracted as it lies: a transposed copy would be as large as the weights of all layers.
+    # Contracted without transposing: a copy would be as large as the weights of all layers.
     once, twice = ("...io,ok->...ik", "...io,...ik->...ok")
     if matrix.shape[-2] < matrix.shape[-1]:
         once, twice = ("...io,ik->...ok", "...io,...ok->...ik")

@@ -101,7 +101,7 @@ class Reduction(DisjointRows):
 class Extremes(Rule):
     """Maximum and minimum of pairs, as two reductions over an axis of length two: a permutation.
 
-    Of two equal values JAX gives each half of the derivative: the Jacobian is then singular.
+    For two equal values JAX gives each half of the derivative, so the Jacobian is singular there.
     """
 
     name = "extremes"
@@ -131,7 +131,7 @@ class Extremes(Rule):
     def vijp(self, block: Block, factors: Any, kept: Any, h: State) -> State:
         axes = tuple(block.eqn.params["axes"])
         found = [jnp.sum(r * h[0], axes) for r in self._rows(block, kept)]
-        # At a tie the sum of both cotangents is all that is left of them: no number would be right.
+        # At a tie only the sum of both cotangents is left, so no number would be right.
         tied = [jnp.sum(r * r, axes) < 1 for r in self._rows(block, kept)]
         return cast_like_outputs(
             block, [jnp.where(t, jnp.nan, a) for t, a in zip(tied, found, strict=True)]

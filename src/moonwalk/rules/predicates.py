@@ -1,4 +1,4 @@
-"""Booleans of a jaxpr that follow from one another, as its equations say.
+"""Which booleans of a jaxpr follow from one another, according to its equations.
 
 Comparing a with b has one of four outcomes: a < b, a = b, a > b, or none of these where one of them is
 NaN. Every comparison is a set of outcomes, so all comparisons of a and b, however they are written,
@@ -7,8 +7,8 @@ follow from two bits, a ≥ b and a ≤ b:
     gt(a, b) = lt(b, a) = {>}        ne(a, b) = not eq(a, b) = {<, >, NaN}        gt(-a, -b) = lt(a, b)
     eq(a, max(a, b)) = {>, =}        eq(a, min(a, b)) = {<, =}
 
-Nothing is read off values: two predicates that agree wherever they are probed may differ elsewhere. And
-gt is not the opposite of le, because a `where` may stand between a NaN and the output.
+Values are never used: two predicates that agree wherever they are probed may differ elsewhere. And gt is
+not the opposite of le, because a `where` may hide a NaN from the output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TRUE_AT = {
 
 
 class Number(NamedTuple):
-    """A literal. Zeros of either sign are one number, here as in every comparison."""
+    """A literal. Zeros of either sign are equal, here as in every comparison."""
 
     value: Any
     dtype: Any
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
     a: Any
     b: Any
-    outcomes: int  # all that there are: integers have no NaN
+    outcomes: int  # the possible outcomes: integers have no NaN
 
 
 class Comparison(NamedTuple):
@@ -82,7 +82,7 @@ class Comparison(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """A boolean of which nothing is known, or its opposite."""
+    """A boolean about which nothing is known, or its negation."""
 
     variable: Any
     negated: bool = False
@@ -93,11 +93,11 @@ class Opaque(NamedTuple):
 
 
 class Reader:
-    """What the booleans of some equations say."""
+    """Reads the booleans of some equations as comparisons."""
 
     def __init__(self, eqns: Iterable[JaxprEqn]):
         self.makers = {v: e for e in eqns for v in e.outvars}
-        self.places: dict[Any, int] = {}  # of operands, in the order in which they were met
+        self.places: dict[Any, int] = {}  # of operands, in the order of their first use
 
     def read(self, v: Any) -> Comparison | Opaque:
         """A boolean as a comparison, if it is one."""
@@ -131,7 +131,8 @@ class Reader:
         return Comparison(Pair(a, b, outcomes), true_at & outcomes)
 
     def _extreme(self, a: Any, b: Any) -> tuple[Any, int] | None:
-        """Of b = max(a, c): c, and where a = b if a is compared with c; likewise of a minimum."""
+        """If b = max(a, c): c, and the outcomes of comparing a with c for which a = b. Likewise for
+        min."""
         eqn = None if isinstance(b, Number) else self.makers.get(b)
         if eqn is None or eqn.primitive not in (lax.max_p, lax.min_p):
             return None
@@ -142,7 +143,7 @@ class Reader:
         return other, EQUAL | (GREATER if eqn.primitive is lax.max_p else LESS)
 
     def _negative(self, v: Any) -> Any:
-        """-v where that is at hand: of a number, or of what was negated; real numbers only."""
+        """-v if it is available: of a number, or of a real value that was itself negated."""
         if not jnp.issubdtype(_dtype(v), jnp.floating):
             return None
         if isinstance(v, Number):
@@ -167,7 +168,7 @@ def _dtype(v: Any) -> Any:
 
 
 def _mirrored(outcomes: int) -> int:
-    """With the operands the other way round."""
+    """The outcomes with the operands exchanged."""
     same = outcomes & (EQUAL | UNORDERED)
     return same | (LESS if outcomes & GREATER else 0) | (GREATER if outcomes & LESS else 0)
 
@@ -176,9 +177,10 @@ def _mirrored(outcomes: int) -> int:
 
 
 class Bits:
-    """As few bits as some booleans follow from.
+    """The fewest bits from which some booleans follow.
 
-    One for every unknown boolean, one for a pair that is compared in one way only, two for other pairs.
+    One bit for every unknown boolean, one for a pair that is compared in one way only, two for other
+    pairs.
     """
 
     def __init__(self, reader: Reader, booleans: Sequence[Any]):

@@ -2,13 +2,13 @@
 
 A rule answers for a *block* (`graph.Block`):
 
-- `verdict`: is it submersive? From shapes, strides, padding and declarations alone, with the reason.
+- `verdict`: whether it is submersive, and why; from shapes, strides, padding and declarations alone.
 - `prepare`: factors that depend on the weights only (a factorisation, an inverse), made once.
 - `linearize`: the forward pass of the block, and what is kept of it.
 - `vijp`: h' from h, the factors and what was kept. **Never from x**: an activation recomputed with
   other rounding may flip a sign, and a flipped sign is a wrong gradient.
 - `gain`: how much it multiplies relative rounding error.
-- `alarms`: what may have gone wrong in the numbers (a zero pivot, a vanished derivative).
+- `alarms`: conditions on values that make the result meaningless (a zero pivot, a vanished derivative).
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ class Gain:
     a LeakyReLU of slope α is (1 + α²) / 2α. A diagonal Jacobian only rescales errors entry by entry,
     so alone it loses nothing; its factor counts once some other block of the walk `mixes` entries
     and has spread the noise evenly. `factor` is inf where nothing bounds it while tracing. It is
-    `assumed` where only that stands between a trace and an unknown factor: a declared diagonal.
-    Fragments are exact where they are kept, so error that passes through many layers of them dies out:
-    `factor` is then the growth over all the layers that error lives, and `lasting` the part of it that
-    compounds from layer to layer. `reason` says why nothing bounds it, where that is no matter of
-    declarations.
+    `assumed` if a trace cannot bound it but takes it to be 1: a declared diagonal. Fragments are exact
+    where they are kept, so error dies out over many layers with fragments: `factor` is then the growth
+    over all the layers that an error survives, and `lasting` the part that compounds from layer to
+    layer. `reason` says why nothing bounds the factor, if no declaration could help.
     """
 
     factor: float
@@ -69,16 +68,17 @@ class Gain:
 
     @property
     def may_vanish(self) -> bool:
-        """Whether a pointwise derivative is not bounded away from zero: no anchor helps where it is."""
+        """Whether a pointwise derivative is not bounded away from zero. If it vanishes, no anchor
+        helps."""
         return math.isinf(self.factor) and not self.mixes
 
     @property
     def fades(self) -> bool:
-        """Whether error dies out again, some layers on."""
+        """Whether error dies out after some layers."""
         return self.lasting is not None
 
     def over(self, layers: int) -> Gain:
-        """Of so many layers in a row."""
+        """The gain of `count` such layers in a row."""
         if self.lasting is None:
             return Gain(power(self.factor, layers), self.mixes, self.assumed)
         lasting = power(self.lasting, layers)
@@ -86,7 +86,7 @@ class Gain:
 
     @classmethod
     def unknown(cls) -> Gain:
-        """Not bounded by what a trace can see: assumed bad."""
+        """A gain that a trace cannot bound, and that is assumed to be bad."""
         return cls(math.inf, mixes=True)
 
 
@@ -112,9 +112,9 @@ class Rule:
     """One kind of block. Subclasses override what differs; instances hold nothing but options."""
 
     name: ClassVar[str]
-    # Whether what `linearize` keeps is itself the pullback h' ↦ h' J (the engine's Phase II needs one).
+    # Whether what `linearize` keeps is itself the pullback h' ↦ h' J, which the engine's Phase II needs.
     keeps_pullback: ClassVar[bool] = True
-    # Whether `inverse` is an author's, and not made here from what is known of the block.
+    # Whether `inverse` was supplied by an author, rather than derived from the block.
     inverse_is_given: ClassVar[bool] = False
 
     def matches(self, block: Block) -> bool:
@@ -136,9 +136,9 @@ class Rule:
         return jax.vjp(lambda *x: block(x, operands), *x)
 
     def keep(self, block: Block, x: State, operands: Sequence[Any]) -> tuple[State, Any]:
-        """As `linearize`, in as few bits as `vijp` needs; what the engine keeps of Phase I.
+        """Like `linearize`, in as few bits as `vijp` needs: what the engine keeps in Phase I.
 
-        It may leave out what only `alarms` would see (a tie of two values, where no vijp exists).
+        It may leave out what only `alarms` would need (a tie of two values, where no vijp exists).
         """
         return self.linearize(block, x, operands)
 
@@ -157,7 +157,7 @@ class Rule:
         return []
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
-        """Those of them that the weights alone decide: a zero pivot, a declaration that is not true."""
+        """Those of the `alarms` that weights alone decide: a zero pivot, a false declaration."""
         del block, operands
         return []
 
@@ -172,7 +172,7 @@ class Rule:
         return []
 
     def inverts(self, block: Block) -> Verdict:
-        """Whether `inverse` serves a block: x from y, by its operands alone."""
+        """Whether `inverse` can compute a block's x from y and its operands."""
         del block
         return Verdict(None, "no inverse is known")
 
@@ -195,12 +195,12 @@ def pushforward(block: Block, pullback: Callable[..., Any], h: State) -> State:
 
 
 def pull_back_ones(block: Block, pullback: Callable[..., Any]) -> State:
-    """The sum of J's rows; where the rows have disjoint supports, it holds all of them."""
+    """The sum of J's rows; if these have disjoint supports, it contains all of them."""
     return tuple(pullback(tuple(_jax.full(v.aval, 1.0) for v in block.outputs)))
 
 
 def pull_back_units(block: Block, pullback: Callable[..., Any]) -> list[State]:
-    """For each output, the pullback of ones in it and zeros in the others."""
+    """For each output, the pullback of ones for it and zeros for the others."""
 
     def unit(i: int) -> State:
         return tuple(_jax.full(v.aval, float(i == j)) for j, v in enumerate(block.outputs))
@@ -268,7 +268,7 @@ def register_region(rule: RuleClass) -> RuleClass:
 
 
 class Empty(Rule):
-    """A state without entries: its cotangent has none either. No other rule need think of that."""
+    """A state without entries, whose cotangent has none either; no other rule sees such blocks."""
 
     name = "empty"
 
@@ -291,7 +291,7 @@ _EMPTY = Empty()
 def rules_for(block: Block) -> Iterator[Rule]:
     """The rules that are for a block, most specific first."""
     n, n_out = block.sizes
-    if not n or not n_out:  # from nothing, only nothing can be recovered
+    if not n or not n_out:  # the empty case has one rule
         yield from () if n_out else (_EMPTY,)
         return
     yield from (rule for rule in _FOR_REGIONS if rule.matches(block))

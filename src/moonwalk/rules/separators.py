@@ -14,9 +14,9 @@ nothing need be kept. `spans` uses the same equations from window to window, by 
 is stable if the roots z of det Σ_j W_j z^j all lie on one side of the unit circle, whereas (*) asks for
 one half of them on either side: over long spans, a kernel is good for one of the two, or for neither.
 
-**Separators.** Where the first block of every span is kept, (*) falls apart into systems of B-b windows,
-each between two blocks that are known. They are better conditioned than the whole, and half of what
-`spans` keeps for the same B is kept.
+**Separators.** If the first block of every span is kept, (*) splits into systems of B-b windows, each
+between two known blocks. These are better conditioned than the whole, and only half of what `spans`
+keeps for the same B is kept.
 
 **Cyclic reduction.** Blocks 0, 2, 4, … meet odd ones only. With z_t = D⁻¹ h_t for even t,
 
@@ -28,9 +28,9 @@ which leaves half the blocks, and a system of the same kind. The products of all
 window, where the convolution takes (2b+1) m². Each level has five matrices of (bm)²; an inverse of (*)
 over a span of B windows would have (Bm)².
 
-**Ends.** As block 0 goes, the first block that stays has two neighbours that went, as all others have.
-Not so the last one: at the end (L, D, U) are the last block's own. If the axis cuts the last block, it
-is filled up with windows that are held at zero. All of this is exact, for every length.
+**Ends.** Since block 0 is eliminated, the first remaining block has two eliminated neighbours like all
+others. The last one may not, so the last block has its own (L, D, U). If the axis ends inside the last
+block, that is filled up with windows that are held at zero. All of this is exact, for every length.
 
 **Error** compounds from layer to layer, because little is exact for it to die at.
 """
@@ -60,7 +60,7 @@ _HIGHEST = lax.Precision.HIGHEST
 # that of a layer with its activation. So a share of 1/times + log(gain) / log(limit) is kept per layer.
 # Plans take the first way that is exact enough, and must not meet these before spans that keep less. Up
 # to a quarter they do not: of 114 such kernels none had stable spans beyond four times their reach, and
-# 61 had none at all. Other separators come after all spans, whose shortest keep half.
+# 61 had no stable span at all. Other separators come after all spans, the shortest of which keep half.
 _LIMIT = 84.0  # how far error may grow in float32, by default (docs/numerics.md §8)
 _QUARTER, _HALF = 1 / 4, 1 / 2
 _LONG = (0, 32, 16, 8)  # spans to try, in blocks; 0: the whole axis is one, and nothing is kept
@@ -75,12 +75,12 @@ _ROUNDING = 64
 
 
 def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
-    """Those that keep less than spans can, least first."""
+    """Separators that keep less than spans can, those that keep least first."""
     return _ways(block, ask, _LONG, _QUARTER)
 
 
 def short_ways(block: Block, ask: Ask) -> Iterator[FragmentRule]:
-    """Those that keep no more than the shortest spans do."""
+    """Separators that keep no more than the shortest spans do."""
     return _ways(block, ask, _SHORT, _HALF)
 
 
@@ -109,7 +109,7 @@ def _half(geometry: Geometry) -> int:
 
 
 class Level(NamedTuple):
-    """What one level of reduction needs; all [g, bm, bm]."""
+    """The matrices of one level of reduction, all [g, bm, bm]."""
 
     inverse: Any  # D⁻¹
     lower: Any  # L
@@ -123,14 +123,14 @@ NOTHING = Level(None, None, None, None, None)
 
 
 class Reduction(NamedTuple):
-    """The levels of a system, and what stands in their place for its last block."""
+    """The levels of a system, and those of its last block."""
 
     levels: list[Level]
     lasts: list[Level]
 
 
 class Factors(NamedTuple):
-    """Of the whole spans, and of a shorter one at the end of the axis."""
+    """Factors for the whole spans, and for a shorter one at the end of the axis."""
 
     spans: Reduction | None
     rest: Reduction | None
@@ -152,17 +152,17 @@ class Grid:
 
     @property
     def filled(self) -> int:
-        """Windows that the last block lacks."""
+        """The number of windows that the last block lacks."""
         return self.blocks * self.half - self.out
 
     @property
     def spans(self) -> int:
-        """Those that are whole."""
+        """The number of whole spans."""
         return self.out // (self.times * self.half) if self.times else 0
 
     @property
     def rest(self) -> int:
-        """Blocks to restore after these."""
+        """The number of blocks to restore after the whole spans."""
         return max(0, self.blocks - self.spans * self.times - 1) if self.times else self.blocks
 
 
@@ -171,7 +171,7 @@ class Separators(FragmentRule):
     """The first block of every span, or nothing, and (*) for the others."""
 
     name = "separators"
-    blind = False  # without a dominant centre it is worth nothing
+    blind = False  # without a dominant centre it is useless
     times: int  # blocks in a span; 0: no spans
     budget: float = _HALF  # the share of cotangents that it may cost, anchors included
     slope: float = 1.0
@@ -229,7 +229,7 @@ class Separators(FragmentRule):
         most = self._largest_gain()
         if not float(_centre_gain(kernel)) <= most:
             return Gain.unknown()
-        # The whole of a long axis: an error that grows along it may be small at first.
+        # All of a long axis, since an error that grows along it may be small at first.
         count = self.times - 1 if self.times else self._grid(block).blocks
         found, error = measure(count, kernel)
         factor = max(1.0, found) + _ANEW
@@ -238,7 +238,7 @@ class Separators(FragmentRule):
         return Gain(factor, mixes=True)
 
     def _largest_gain(self) -> float:
-        """Of this alone, such that it stays within its budget; the activation has a gain of its own."""
+        """The largest gain within the budget, not counting that of the activation."""
         share = 1 / self.times if self.times else 0.0
         between = (1 + self.slope**2) / (2 * self.slope) if self.slope > 0 else math.inf
         return _LIMIT ** (self.budget - share) / between
@@ -440,7 +440,7 @@ def substitute(reduction: Reduction, rows: Any, depth: int = 0) -> Any:
 
 
 def _applied(blocks: Any, matrix: Any, last: Any) -> Any:
-    """A matrix times all blocks; times the last one another, if there is one."""
+    """A matrix times all blocks, or another one times the last block, if there is one."""
     if last is None or not blocks.shape[-3]:
         return _product(blocks, matrix)
     parts = _product(blocks[..., :-1, :, :], matrix), _product(blocks[..., -1:, :, :], last)
@@ -455,7 +455,7 @@ def _product(blocks: Any, matrix: Any) -> Any:
 
 
 def _padded(blocks: Any, before: int, like: Any) -> Any:
-    """As many blocks as another array has: zeros before, and after."""
+    """Padded with zero blocks before and after to the length of another array."""
     after = like.shape[-3] - blocks.shape[-3] - before
     config = [(0, 0)] * (blocks.ndim - 3) + [(before, after), (0, 0), (0, 0)]
     return jnp.pad(blocks, config)
@@ -465,13 +465,13 @@ def _padded(blocks: Any, before: int, like: Any) -> Any:
 
 
 def _signal(kernel: Any) -> Any:
-    """By what (*) makes white noise larger, in each group."""
+    """The factor by which (*) enlarges white noise, in each group."""
     return jnp.sqrt(jnp.sum(kernel**2, (0, 2, 3)) / kernel.shape[-1])
 
 
 @jax.jit
 def _centre_gain(kernel: Any) -> Any:
-    """The gain, if the centre tap were alone in A."""
+    """The gain if A had only the centre tap."""
     inverse = jnp.linalg.inv(kernel[kernel.shape[0] // 2])
     return jnp.max(_signal(kernel) * jnp.sqrt(jnp.sum(inverse**2, (1, 2)) / kernel.shape[-1]))
 

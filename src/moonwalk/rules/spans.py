@@ -50,9 +50,9 @@ from .kernels import Geometry, canonical, geometry_of, structure_of
 from .registry import Alarm, Gain, State
 from .windows import Axis, AxisPlan
 
-PRODUCT = 6  # how many windows are restored by one product: all of a span of 8 with three taps
-_PRODUCTS = 8  # how many of these at most, before a loop takes over
-# Lengths to try, in units of the reach; twice the reach is stable where pivots are.
+PRODUCT = 6  # windows restored by one product: enough for a span of 8 with three taps
+_PRODUCTS = 8  # the most products before a loop is used instead
+# Lengths to try, in units of the reach; twice the reach is stable if pivots are.
 _SPANS = (16, 8, 4, 2)
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -66,7 +66,7 @@ class Line:
     stride: int  # s
     first: int  # c - p: where the row of window 0 lies
     taps: tuple[int, ...]  # the pivot's tap, and those through which earlier windows appear
-    unit: int = 1  # how many windows lie between one of these taps and the next
+    unit: int = 1  # how many windows lie between successive taps of these
     flipped: bool = False  # from the end to the start
     span: int = 0  # B; 0 where no window appears in another's row
 
@@ -82,39 +82,41 @@ class Line:
 
     @property
     def trail(self) -> int:
-        """Windows at the end that have none."""
+        """Windows at the end that have no row inside the input."""
         inside = (self.size - 1 - self.first) // self.stride + 1
         return max(0, self.out - max(0, inside))
 
     @property
     def moves(self) -> int:
-        """How far the next layer's grid should lie before this one's."""
+        """How many windows before this one's the next layer's grid should start."""
         return self.reach + self.first if self.stride == 1 else 0
 
     def tiles(self, offset: Any) -> int:
-        """Number of spans; where the grid's place is traced, as many as any place takes."""
+        """The number of spans; if the grid's offset is traced, enough for any offset."""
         most = offset if isinstance(offset, int) else self.length - 1
         return -(-(self.out + most) // self.length)
 
     @property
     def length(self) -> int:
-        """Of a span."""
+        """The length of a span."""
         return self.span or self.out
 
     def keeps_lead(self, stagger: bool) -> bool:
-        """Whether the first windows are kept apart: with a grid at rest they are the first span's."""
+        """Whether the first windows are kept separately. On an aligned grid they are the first
+        span's."""
         return self.lead > 0 and (stagger or self.lead > self.reach)
 
     def shortened(self, out: int) -> Line:
-        """The same with fewer windows."""
+        """The same line with fewer windows."""
         return replace(self, out=out, size=self.size - self.stride * (self.out - out))
 
 
 def line_of(axis: Axis, own: AxisPlan | None, declared: bool) -> Line | None:
-    """How an axis is eliminated with the help of kept slices; None: no way is known.
+    """How an axis is eliminated with the help of kept slices; None if no way is known.
 
-    `own` are the axis's own pivots, along which (*) may run in one direction: there may be fewer edges.
-    A declared structure refers to one tap, so its line is `own`'s, if there is one.
+    `own`: the axis's own pivots, if it has any. Along them (*) can run in one direction, perhaps with
+    fewer edges. A declared structure refers to one tap, so its line uses the tap of `own` if there is
+    one.
     """
     size, out, stride, taps = axis.size, axis.out, axis.stride, axis.taps
     if declared and own is not None and own.direction == 0:
@@ -143,7 +145,7 @@ def line_of(axis: Axis, own: AxisPlan | None, declared: bool) -> Line | None:
 def declared_tap(axis: Axis) -> int | None:
     """The tap along an axis that a declared structure refers to; None: no rule reads one.
 
-    That of the elimination where there is one, and of spans elsewhere. Layers put their structure here.
+    It is the elimination's tap if there is one, else that of spans. Layers put their structure there.
     """
     own = windows.plan_axis(axis, single=True)
     if own is not None:
@@ -153,7 +155,7 @@ def declared_tap(axis: Axis) -> int | None:
 
 
 def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
-    """Larger spans first; of those that a user asked for, the one."""
+    """Spans that could serve a block, the longest first; only the requested one if the user asked."""
     geometry, structure = geometry_of(block), structure_of(block)
     if geometry.m_out > geometry.m or len(geometry.axes) > 3:
         return
@@ -175,16 +177,16 @@ def candidates(block: Block, ask: Ask) -> Iterator[FragmentRule]:
                 )
         yield Spans(_with_span(found, ask.requested.span), ask.requested.stagger, ask.slope, asked=True)
         return
-    # A grid that moves needs room: tiles hang over the edges.
+    # A grid that moves needs room, because tiles overlap the edges.
     room = min((x.out for x in found if x.reach), default=0) // (1 if len(found) == 1 else 2)
     lengths = [times * reach for times in _SPANS]
-    fitting = [b for b in lengths if b <= room] if reach else []  # without a reach there are edges alone
+    fitting = [b for b in lengths if b <= room] if reach else []  # without a reach only edges are kept
     for span in fitting or lengths[-1:]:
         yield Spans(_with_span(found, span), True, ask.slope)
 
 
 def _with_span(lines: Sequence[Line], span: int) -> tuple[Line, ...]:
-    """Spans of that length, but none much longer than its axis."""
+    """Spans of a given length, but not much longer than the axis."""
     longest = [max(x.reach + 1, x.out) for x in lines]
     return tuple(
         replace(x, span=min(span, n) if x.reach else 0) for x, n in zip(lines, longest, strict=True)
@@ -201,7 +203,7 @@ class Factors(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What is kept of h'. In one axis its slices are cut out of tiles, in several picked one by one."""
+    """What is kept of h': slices cut out of tiles if there is one axis, gathered windows if several."""
 
     slices: list[Any]  # per axis: the first R of every span, of what earlier axes left
     leads: list[Any]  # per axis: the windows at its start
@@ -273,7 +275,7 @@ class Spans(FragmentRule):
     def _promised(self, block: Block) -> Gain:
         """While tracing: spans of twice the reach were stable wherever the pivot was well conditioned.
 
-        That a declared pivot is, is assumed, and certified.
+        Declared pivots are assumed to be well conditioned; the certificate checks the result.
         """
         reach = max(x.reach for x in self.lines)
         if structure_of(block) is None or self.span > 2 * reach or not self.stagger:
@@ -282,7 +284,7 @@ class Spans(FragmentRule):
 
     @property
     def _lasting(self) -> float | None:
-        """Error dies at the slices that are kept; where there are edges alone, it compounds."""
+        """Error dies at kept slices; if only edges are kept, it compounds."""
         return 1.0 if self.span else None
 
     def weight_alarms(self, block: Block, operands: Sequence[Any]) -> list[Alarm]:
@@ -349,7 +351,7 @@ def factorise(lines: Sequence[Line], kernel: Any, structure: str | None, weight:
         inverse = jnp.eye(kernel.shape[-1], dtype=factors.inverse.dtype) / factors.inverse[..., None]
     else:
         inverse = factors.inverse
-    # Structures that use the first entries only: the others count for nothing.
+    # Structures that use only the first entries ignore the others.
     inverse = jnp.pad(inverse, ((0, 0), (0, 0), (0, m - inverse.shape[-1])))
     couplings = {}
     for taps in itertools.product(*(range(len(x.taps)) for x in lines)):
@@ -364,7 +366,7 @@ def factorise(lines: Sequence[Line], kernel: Any, structure: str | None, weight:
 
 
 def _offset(x: Line, stagger: bool, place: Any) -> Any:
-    """Where window 0 lies in the first span."""
+    """The position of window 0 in the first span."""
     if not stagger or not x.span:
         return 0
     return place % x.length
@@ -422,7 +424,7 @@ def pieces_of(lines: Sequence[Line], stagger: bool, h: Any, place: Place) -> Pie
 
 
 def _kept_windows(x: Line, offset: Any) -> tuple[Any, Any]:
-    """Windows that are kept, and all others; where the grid's place is traced, filled up with n'."""
+    """Windows that are kept, and all others; padded with n' if the grid's offset is traced."""
 
     def are_kept(offset: Any) -> Any:
         return (np.arange(x.out) + offset) % x.length < x.reach
@@ -526,7 +528,7 @@ def _by_product(
     known, free = jnp.split(_operator(x, factors, each), [x.reach * m_out], axis=1)
     found = kept
     for first in range(0, count, each):
-        size = min(each, count - first)  # the last may be fewer: no window reads a later row
+        size = min(each, count - first)  # the last may be fewer, as no window reads a later row
         before = found[:, :, first : first + x.reach]
         new = _flat_product(before, known[..., : size * m_out], precision)
         own = free[:, : size * m, : size * m_out]
@@ -546,7 +548,7 @@ def _flat_product(tiles: Any, matrix: Any, precision: Any) -> Any:
 
 
 def _operator(x: Line, factors: Factors, count: int) -> Any:
-    """What takes R windows, and the rows of h of as many as follow, to these: [g, in, out]."""
+    """The matrix [g, in, out] from R windows, and the rows of h of those that follow, to the latter."""
     g, m_out, m = factors.inverse.shape
     dtype = factors.inverse.dtype
     kept, size = x.reach * m_out, x.reach * m_out + count * m
@@ -613,10 +615,10 @@ def _inner_axis(x: Line) -> AxisPlan:
 def growth(
     lines: tuple[Line, ...], stagger: bool, structure: str | None, slope: float, kernel: Any
 ) -> Any:
-    """How large relative error becomes along layers like this one, if rounding adds 1 in every step.
+    """How large relative error becomes over layers like this one, if rounding adds 1 in every step.
 
-    Cotangents and noise are taken as white: a layer makes h of h' larger by `signal`, so noise of unit
-    relative size in h is noise of size `signal` × that of K and the T_a in h'.
+    Cotangents and noise are taken to be white. A layer's h is larger than its h' by a factor `signal`,
+    so noise of unit relative size in h becomes noise in h' of size `signal` × that of K and the T_a.
     """
     lines = tuple(x.shortened(min(x.out, 4 * x.length, 32 * x.reach or 8)) for x in lines)
     factors = factorise(lines, kernel, structure, kernel)
@@ -646,7 +648,7 @@ def growth(
         new = signal * solve(lines, stagger, factors, rows, nothing, place) + noise(first, m_out)
         derivative = jnp.where(jax.random.bernoulli(second, shape=new.shape), 1, slope).astype(new.dtype)
         after = new / derivative * size(derivative)
-        # Where channels become fewer there is no chain of such layers: noise fills them up.
+        # If channels become fewer, such layers cannot be chained, so noise fills the missing ones.
         error = noise(third, m).at[..., :m_out].add(after)
         place = tuple(a + b for a, b in zip(place, moves, strict=True))
         return (error, place), jnp.maximum(size(new), size(after))

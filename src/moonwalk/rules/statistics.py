@@ -4,21 +4,22 @@ LayerNorm, RMSNorm, GroupNorm, BatchNorm in training, mean subtraction and log-s
 
     y = f(x, s(x)),        f pointwise in x (and moving entries, at most), s(x) a few numbers per group.
 
-Their Jacobian is diagonal up to a term of low rank in every group, so all that the input's cotangent may
-lose of the output's is what the statistics see of it:
+Their Jacobian is diagonal up to a term of low rank in every group. So the input's cotangent loses at
+most what the statistics see of the output's:
 
     a = h' ∂f/∂s                    the fragment: as many numbers as there are statistics
     h = D h' + a ∂s/∂x              D = ∂f/∂x, the statistics held fixed
     ⇒  h' = (h - a ∂s/∂x) / D
 
-a is kept exactly, so an error in h reaches h' divided by D and no more: where D depends on x through
-the statistics alone (1/σ), that is as well conditioned as can be. Where D depends on x itself, it may be
-as small as it likes, and nothing is promised.
+a is kept exactly, so an error in h enters h' divided by D, and in no other way. If D depends on x only
+through the statistics (1/σ), that is as well conditioned as possible. If D depends on x itself, it may
+be arbitrarily small, and nothing is promised.
 
 No normalisation is known by name. A block is *cut*: going back from its output, the first values that
 are clearly smaller than the state are the statistics; f is what lies after them, s what lies before, and
-all derivatives are JAX's own. f must lead every entry of x to one entry of y. Moves on the way (into
-groups, say) are followed, and values of x that meet must have come by the same moves: x + xᵀ is refused.
+all derivatives are JAX's own. f must lead every entry of x to one entry of y. Moves of entries (into
+groups, say) are followed, and values of x that meet must have undergone the same moves: x + xᵀ is
+refused.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _KEEP = (
 
 @register_region
 class Statistics(Rule):
-    """Matches normalisations, and serves none without a fragment."""
+    """Matches normalisations, which it serves only with a fragment."""
 
     name = "statistics"
 
@@ -80,7 +81,8 @@ class Statistics(Rule):
                 "a Householder reflection), give the layer a rule with moonwalk.custom_vijp, or pass "
                 "fallback=moonwalk.MatrixFree()",
             )
-        # Not False: with an epsilon under its root, an RMSNorm loses almost all of a number, not all.
+        # Not False: with an epsilon under its root, an RMSNorm loses almost all of a number, but not
+        # all.
         lost = f"{describe(block)} of its output's cotangent: those come back only added to the others"
         return Verdict(None, lost, _KEEP)
 
@@ -135,8 +137,8 @@ class Normalisation(FragmentRule):
         diagonal = block.once(_diagonal)
         if diagonal.reads_x:
             return Gain.unknown()
-        # It mixes: subtracting what the statistics saw spreads rounding evenly over a group. How far
-        # groups differ (σ from channel to channel) no weight says, so its gain is assumed.
+        # It mixes, because subtracting what the statistics saw spreads rounding evenly over a group. No
+        # weight tells how far groups differ (σ from channel to channel), so its gain is assumed.
         factor = 1.0
         known = None if operands is None else diagonal.known(operands)
         if diagonal.operands and known is not None:
@@ -189,7 +191,7 @@ def describe(block: Block) -> str:
 
 
 def _is_low_rank_update(block: Block) -> bool:
-    """Whether y = D x + U Vᵀ x with weights in V: nothing is normalised, and nothing need be lost."""
+    """Whether y = D x + U Vᵀ x with weights in V, which normalises nothing and may lose nothing."""
     cut = _checked(block)
     weighed = any(v in block.operands for e in cut.before for v in _variables(e))
     return weighed and is_linear(block.eqns, block.inputs, block.outputs, affine=True)
@@ -222,7 +224,7 @@ class Cut(NamedTuple):
 
 
 def find_cut(block: Block) -> Cut | None:
-    """The block's f and s, or None where it is not of that form."""
+    """The block's f and s, or None if it is not of that form."""
     return block.once(_find_cut)
 
 
@@ -254,7 +256,7 @@ def _find_cut(block: Block) -> Cut | None:
 
 
 def _small_values(eqns: Sequence[JaxprEqn], x: Any, y: Any) -> list[Any]:
-    """Through which y depends on x: back from y, the first values of at most half x's size."""
+    """The values through which y depends on x: going back from y, the first of at most half x's size."""
     makers: dict[Any, JaxprEqn] = {}  # of what depends on x
     for eqn in eqns:
         if any(v is x or v in makers for v in _variables(eqn)):
@@ -274,9 +276,9 @@ def _small_values(eqns: Sequence[JaxprEqn], x: Any, y: Any) -> list[Any]:
 
 
 def _origin(v: Any, x: Any, makers: dict[Any, JaxprEqn]) -> Any:
-    """What a statistic was made from, if it was copied (a mean per group, for every channel) or scaled.
+    """What a statistic was computed from, if that was copying (a mean, for every channel) or scaling.
 
-    The copies would be kept for nothing, and a scale belongs to D, where its zeros are seen.
+    Copies would be kept needlessly, and a scale belongs to D, where its zeros are noticed.
     """
     best, scaled = v, False
     while True:
@@ -307,7 +309,7 @@ class _Way(NamedTuple):
 
 
 def _moves(eqns: Sequence[JaxprEqn], x: Any, y: Any) -> tuple[JaxprEqn, ...] | None:
-    """The equations that take entries of x to their places in y; None where one mixes entries."""
+    """The equations that move entries of x to their places in y; None if one mixes entries."""
     ways = {x: _Way((), ())}
     for eqn in eqns:
         carrying = [v for v in _variables(eqn) if v in ways]
@@ -330,7 +332,7 @@ def _moves(eqns: Sequence[JaxprEqn], x: Any, y: Any) -> tuple[JaxprEqn, ...] | N
 
 
 def _move(eqn: JaxprEqn) -> Move | None:
-    """An equation that leaves the number of entries as it is, as a move; None where it is none."""
+    """An equation that keeps the number of entries, as a move; None if it is not a move."""
     shape = eqn.outvars[0].aval.shape
     if len(_variables(eqn)) != 1:
         return None
@@ -374,7 +376,7 @@ class _Diagonal(NamedTuple):
         return None if any(a is None for a in values.values()) else values
 
     def at_ones(self, known: dict[Any, Any]) -> np.ndarray:
-        """D with ones for the statistics: what the operands make of it."""
+        """D with ones for the statistics, which shows the operands' part in it."""
         with _jax.evaluated_now(), jax.debug_nans(False):
             env: dict[Any, Any] = {
                 v: jnp.ones(v.aval.shape, v.aval.dtype) for v in self.jaxpr.invars[1:]

@@ -1,4 +1,4 @@
-"""Blocks that move entries about: every output entry is one input entry, none is used twice.
+"""Blocks that move entries: every output entry is one input entry, and none is used twice.
 
 Such a Jacobian selects: J has one 1 per row and at most one per column, so J Jᵀ = I and
 
@@ -6,8 +6,8 @@ Such a Jacobian selects: J has one 1 per row and at most one per column, so J J�
 
 the vijp **is** the jvp, and its gain is 1. `reshape`, `transpose`, `slice`, `sort`, a pair of strided
 slices, a concatenation of independent parts are all of this kind. What repeats entries (a circular
-pad, a tile) or makes them from nothing (a zero pad) is not submersive. A walk goes through it with a
-fragment: h' of what is made from nothing, and of all copies of an entry but one, whose h' is what they
+pad, a tile) or makes them from nothing (a zero pad) is not submersive. A walk passes it with a fragment:
+h' at entries made from nothing, and at all copies of an entry except one, whose h' is what the others
 leave of h.
 """
 
@@ -100,7 +100,7 @@ class Sorting(Selection):
     *({_jax.pvary_p} - {None}),
 )
 class Broadcast(Selection):
-    """Only new axes of length one: anything else repeats entries, in the array or over devices."""
+    """Only new axes of length one: any other broadcast repeats entries, in the array or over devices."""
 
     name = "broadcast"
 
@@ -157,9 +157,9 @@ class Pad(Selection):
 class Border(FragmentRule):
     """A pad (a shift is one, too): keeps h' on what it adds.
 
-    Along an axis of n entries, y[j] = x[j - low] for the j from `start` to `stop` where there is such an
-    entry. The border is cut into strips, a low and a high one per axis; of each, the axes before are
-    cropped to start…stop, so that no corner is in two of them.
+    Along an axis of n entries, y[j] = x[j - low] for `start` ≤ j < `stop`. The border is cut into
+    strips, a low and a high one per axis, with all earlier axes cropped to start…stop, so that no corner
+    is in two strips.
     """
 
     name = "border"
@@ -203,13 +203,13 @@ class Border(FragmentRule):
 
 
 def _cut(h: Any, axis: int, *ends: int) -> list[Any]:
-    """Slices along an axis between pairs of ends, None where there is nothing."""
+    """Slices along an axis between pairs of ends; None for empty ones."""
     pairs = zip(ends[::2], ends[1::2], strict=True)
     return [lax.slice_in_dim(h, a, b, axis=axis) if a < b else None for a, b in pairs]
 
 
 def _joined(parts: Sequence[Any], axis: int) -> Any:
-    """Side by side, what there is of them."""
+    """The arrays that are not None, side by side."""
     return lax.concatenate([p for p in parts if p is not None], axis)
 
 
@@ -326,7 +326,7 @@ class Run(NamedTuple):
 
     start: int
     length: int
-    source: int  # where the first comes from; negative: from no input
+    source: int  # input index of the first entry; negative: not from an input
     kept: bool  # whether h' is kept here
 
 
@@ -334,12 +334,12 @@ class Run(NamedTuple):
 class Copies(FragmentRule):
     """Slices and concatenations along one axis, repeating entries or adding constants.
 
-    y[j] = x[t(j)], or a constant. Of the j that share a t one is free, and the others are kept, with the
+    y[j] = x[t(j)], or a constant. Of the j with equal t(j) one is free; h' is kept at the others, and at
     constants:
 
         h[i] = Σ_{j: t(j) = i} h'[j]    ⇒    h'[free j] = h[t(j)] - Σ_{kept j': t(j') = t(j)} h'[j'].
 
-    A circular pad keeps its two borders, a class token put before a sequence one position.
+    For a circular pad that keeps the two borders; for a class token before a sequence, one position.
     """
 
     axis: int
@@ -387,7 +387,7 @@ _MOST_RUNS = 64  # each is a slice of its own
 
 
 def _copies(block: Block) -> Iterator[Copies]:
-    """How a block selects along one axis, where it does and it does not do so without loss."""
+    """How a block selects entries along one axis, if it does so and loses some."""
     joins = [e for e in block.eqns if e.primitive is lax.concatenate_p]
     if len(block.outputs) != 1 or not joins or any(v in block.inputs for v in block.outputs):
         return
@@ -401,9 +401,10 @@ def _copies(block: Block) -> Iterator[Copies]:
 
 
 def _sources_along(block: Block, axis: int) -> np.ndarray | None:
-    """t: for each place along the axis of the output its place in the inputs, side by side.
+    """t: for each index along the output's axis, the index in the concatenated inputs.
 
-    -1 for what comes from no input; None where the block does anything but move entries along that axis.
+    -1 for entries that come from no input. None if the block does anything except move entries along
+    that axis.
     """
     known: dict[Any, np.ndarray] = {}
     first = 0
@@ -414,7 +415,7 @@ def _sources_along(block: Block, axis: int) -> np.ndarray | None:
     for eqn in block.eqns:
         parts = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
         if all(p is None for p in parts):
-            continue  # from operands alone
+            continue  # computed from operands alone
         if eqn.primitive is lax.concatenate_p and eqn.params["dimension"] == axis:
             found = np.concatenate(
                 [
@@ -441,7 +442,7 @@ def _cuts_only(eqn: JaxprEqn, axis: int) -> bool:
 
 
 def _runs(sources: np.ndarray) -> tuple[Run, ...]:
-    """The output in runs; of the copies of an entry that in the longest stretch is free."""
+    """The output in runs. Of several copies of an entry, the one in the longest run is free."""
     constant = sources < 0
     joins = np.where(constant[1:], constant[:-1], (np.diff(sources) == 1) & ~constant[:-1])
     stretch = np.cumsum(np.concatenate([[0], ~joins]))
@@ -475,7 +476,7 @@ def _overlapping(slices: Sequence[JaxprEqn]) -> JaxprEqn | None:
 
 
 def _meet(a: range, b: range) -> bool:
-    """Whether two arithmetic progressions share a member: after b.step tries they never will."""
+    """Whether two arithmetic progressions share a member: if not after b.step tries, then never."""
     skipped = max(0, -(-(b.start - a.start) // a.step)) if len(a) else 0
     return any(member in b for member in itertools.islice(a[skipped:], b.step))
 
@@ -484,7 +485,7 @@ _LOOK_LIMIT = 1 << 26
 
 
 def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdict:
-    """Run the block on entry numbers: it selects iff no number comes out twice."""
+    """Run the block on numbered entries: it selects iff no number comes out twice."""
     n, _ = block.sizes
     if n > _LOOK_LIMIT:
         return Verdict(None, f"{n} entries are too many to look through its indices", _KEEP)
@@ -495,14 +496,12 @@ def _judge_indices(block: Block, operands: Sequence[np.ndarray | None]) -> Verdi
             first += v.aval.size
         env = dict(zip(block.inputs, numbers, strict=True))
         for v, o in zip(block.operands, operands, strict=True):
-            if (
-                o is not None
-            ):  # indices, or constants put beside the state: entries that it does not have
+            if o is not None:  # indices, or constants beside the state, which are not entries of it
                 constant = jnp.issubdtype(o.dtype, jnp.inexact)
                 env[v] = jnp.full(o.shape, -1, numbers[0].dtype) if constant else jnp.asarray(o)
         for eqn in block.eqns:
             inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            if eqn.primitive is lax.gather_p:  # out-of-bounds entries: a number that none has
+            if eqn.primitive is lax.gather_p:  # a number that no entry has, for out-of-bounds indices
                 eqn = eqn.replace(params={**eqn.params, "fill_value": -1})
             env.update(zip(eqn.outvars, _jax.bind_now(eqn, inputs), strict=True))
         taken = np.concatenate([np.asarray(env[v]).ravel() for v in block.outputs])

@@ -20,8 +20,8 @@ The paper's lemma is the pivot o_q = 0 (q = p) with s > p, i.e. forward; it is p
 (docs/numerics.md §7.1, §7.4). Causal and anti-causal convolutions are the backward and forward pivots of
 stride 1, and a patchifying one (s ≥ k) has every tap as a parallel pivot.
 
-All parallel taps of an axis may be used together: their rows form one least-squares problem per
-window, whose smallest singular value is at least any single tap's, and which is wide enough for channels
+All parallel taps of an axis may be used together: their rows form one least-squares problem per window,
+whose smallest singular value is at least that of any single tap, and which has enough rows for channels
 to expand.
 """
 
@@ -97,15 +97,15 @@ class AxisPlan:
 
     @property
     def reach(self) -> int:
-        """Number of kernel taps from the first to the last pivot."""
+        """The number of kernel taps from the first to the last pivot."""
         return self.taps[-1] - self.taps[0] + 1
 
 
 def plan_axis(axis: Axis, single: bool) -> AxisPlan | None:
     """The pivots of an axis, or None if it has none.
 
-    Where a structure is declared (`single`), it refers to one tap: the lemma's, o_q = 0, if that is a
-    pivot at all. Otherwise all parallel taps are used, and failing those the lemma's tap or the first.
+    A declared structure (`single`) refers to one tap: the lemma's, o_q = 0, if that is a pivot at all.
+    Without one, all parallel taps are used, or if there are none, the lemma's tap or the first.
     """
 
     def direction(tap: int) -> int | None:
@@ -155,7 +155,7 @@ class Plan:
         return all(a.direction == 0 for a in self.axes)
 
     def describe(self) -> str:
-        """In words, for verdicts."""
+        """The plan in words, for verdicts."""
         taps = " × ".join(
             str(a.taps[0]) if len(a.taps) == 1 else f"{{{a.taps[0]}…{a.taps[-1]}}}" for a in self.axes
         )
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def shifts(self) -> list[tuple[int, ...]]:
-        """How many windows before, along each axis, the windows lie that appear in a pivot row."""
+        """How many windows back, along each axis, the windows are that appear in a pivot row."""
         options = [(0, *a.shifts) for a in self.axes]
         return [shift for shift in itertools.product(*options) if any(shift)]
 
@@ -195,7 +195,7 @@ class Plan:
         """The pivot's left inverse [g, m', pivots·m] as a kernel [reach…, m, g·m']."""
         g, m_out, _ = inverse.shape
         pivots = [len(a.taps) for a in self.axes]
-        # rows of a structure that uses only the first entries: the others count for nothing
+        # a structure that uses only the first entries ignores the other rows
         inverse = jnp.pad(inverse, ((0, 0), (0, 0), (0, self.pivots * m - inverse.shape[-1])))
         taps = jnp.transpose(inverse, (2, 0, 1)).reshape((*pivots, m, g * m_out))
         if all(len(a.taps) == a.reach for a in self.axes):

@@ -1,1 +1,1 @@
-"""From a function to a flat jaxpr: declarations, what carries a derivative, which equations belong."""
+"""From a function to a flat jaxpr and its blocks: declarations, active variables, equal blocks."""

@@ -1,9 +1,10 @@
-"""Which variables a derivative flows through: as JAX finds them, not more.
+"""Which variables a derivative flows through: exactly those that JAX finds.
 
 A path of equations from the state to an output is not enough. A loop may hand on a carry that no
-derivative enters; a custom derivative may ignore an argument, as implicit differentiation ignores where
-the solver started. JAX sees this because the tangent or cotangent there is a symbolic zero. An array of
-zeros in its place would be refused by what must not be differentiated, and cost time everywhere else.
+derivative enters; a custom derivative may ignore an argument, as implicit differentiation ignores the
+solver's starting point. JAX sees this because the tangent or cotangent there is a symbolic zero. If it
+were an array of zeros, functions that must not be differentiated would refuse it, and all others would
+spend time on it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FLAT: frozenset[Any] = frozenset(
 
 
 def is_differentiable(aval: Any) -> bool:
-    """Whether a variable of this type can carry a cotangent."""
+    """Whether a variable of this type can have a cotangent."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -36,14 +37,14 @@ def active_variables(eqns: Sequence[JaxprEqn], state: Iterable[Any], outputs: It
     state = {v for v in state if is_differentiable(v.aval)}
     tangents = _with_tangents(eqns, state)
     wanted = {v for v in outputs if not isinstance(v, Literal)}
-    reads: list[list[bool]] = []  # of each equation, from the last: the inputs that get a cotangent
+    reads: list[list[bool]] = []  # for each equation, from the last: which inputs get a cotangent
     known: Known = {}
     for eqn in reversed(eqns):
         arriving = [v in wanted and v in tangents for v in eqn.outvars]
         entering = [not isinstance(v, Literal) and v in tangents for v in eqn.invars]
         reads.append(_cotangents(eqn, entering, arriving, known))
         wanted.update(v for v, read in zip(eqn.invars, reads[-1], strict=True) if read)
-    # A custom derivative may be zero: what it hands on is then as constant as what no tangent enters.
+    # A custom derivative may be zero. Its outputs are then as constant as those that no tangent enters.
     reached = set(state)
     for eqn, read in zip(eqns, reversed(reads), strict=True):
         if any(r and v in reached for v, r in zip(eqn.invars, read, strict=True)):
@@ -52,7 +53,7 @@ def active_variables(eqns: Sequence[JaxprEqn], state: Iterable[Any], outputs: It
 
 
 def _with_tangents(eqns: Iterable[JaxprEqn], state: Iterable[Any]) -> set[Any]:
-    """Variables whose tangent is no symbolic zero, if those of the state are none."""
+    """Variables whose tangent is not a symbolic zero, given that those of the state are not."""
     found = set(state)
     for eqn in eqns:
         entering = [not isinstance(v, Literal) and v in found for v in eqn.invars]
@@ -149,7 +150,7 @@ class _Loop:
         return None
 
     def tangents(self, entering: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-        """(the body's inputs that have a tangent in some turn, the outputs that then have one)."""
+        """(the body's inputs that have a tangent in some iteration, the outputs that then have one)."""
         inside = list(entering[self.skipped :])
         carries = slice(self.consts, self.consts + self.carry)
         while True:
@@ -162,7 +163,7 @@ class _Loop:
     def cotangents(
         self, entering: Sequence[bool], arriving: Sequence[bool]
     ) -> tuple[list[bool], list[bool]]:
-        """(the inputs that get a cotangent, the body's outputs that get one in some turn)."""
+        """(the inputs that get a cotangent, the body's outputs that get one in some iteration)."""
         inside, _ = self.tangents(entering)
         leaving = list(arriving)
         while True:
@@ -170,7 +171,7 @@ class _Loop:
             carries = found[self.consts : self.consts + self.carry]
             more = [a or b for a, b in zip(leaving[: self.carry], carries, strict=True)]
             if more == leaving[: self.carry]:
-                # A loop that takes no turn hands its carry on.
+                # A loop without iterations returns its initial carry.
                 found[self.consts : self.consts + self.carry] = more
                 return [False] * self.skipped + found, leaving
             leaving[: self.carry] = more
@@ -181,8 +182,8 @@ def _cotangents_by_tracing(
 ) -> list[bool]:
     """Which inputs JAX's own pullback hands a cotangent.
 
-    A rule that returns an array of zeros hands one on: what precedes it is then differentiated, and a
-    backward pass there may make something of zeros. A symbolic zero ends it.
+    If a rule returns an array of zeros, what precedes it is still differentiated, and a backward pass
+    there may turn the zeros into something else. A symbolic zero ends differentiation.
     """
     places = [i for i, e in enumerate(entering) if e]
     others = [i for i, v in enumerate(eqn.invars) if i not in places and not isinstance(v, Literal)]
@@ -203,13 +204,13 @@ def _cotangents_by_tracing(
     h = [_jax.struct(v.aval) for v in itertools.compress(eqn.outvars, arriving)]
     try:
         jax.eval_shape(pull, *types, h)
-    except Exception:  # it cannot be differentiated: JAX says so where the gradient is computed
+    except Exception:  # it cannot be differentiated; JAX reports that when the gradient is computed
         return list(entering)
     return [i in reached for i in range(len(entering))]
 
 
 def _noticing(x: Any, place: int, reached: set[int]) -> Any:
-    """x itself. Its place is added if a cotangent arrives: JAX calls no rule with a symbolic zero."""
+    """The identity, noting its place if a cotangent arrives: JAX calls no rule for symbolic zeros."""
     identity = jax.custom_vjp(lambda x: x)
 
     def backward(_: Any, h: Any) -> tuple[Any]:
@@ -231,7 +232,7 @@ def settled(jaxpr: Any, consts: Sequence[Any], state: int, outputs: int) -> tupl
     differentiates block by block, with respect to some inputs in one phase and others in the next, so
     what a rule is told is settled here, as JAX would find it for the whole function.
 
-    `state`, `outputs`: the first so many inputs are differentiated, the first so many outputs.
+    `state`, `outputs`: how many of the first inputs, and of the first outputs, are differentiated.
     """
     if not _any_asks(jaxpr):
         return jaxpr, consts

@@ -1,8 +1,8 @@
-"""What is known of a weight's values, declared where the weight is made.
+"""Declarations: what is known of a weight's values, stated where the weight is made.
 
-A trace sees shapes, never values, so "this matrix is orthogonal" has to be told to it. `declare` is
-an identity that leaves an equation in the trace; rules find it on their operands. It is a primitive
-of its own (and not `checkpoint_name`) because a structure refers to two axes, [in, out], and only a
+A trace sees shapes, never values, so it has to be told that a matrix is orthogonal. `declare` is an
+identity that leaves an equation in the trace; rules find it on their operands. It is a separate
+primitive (and not `checkpoint_name`) because a structure refers to two axes, [in, out], and only a
 batching rule of our own can tell where those two are after `vmap`.
 """
 
@@ -28,7 +28,7 @@ _TRANSPOSED = {"lower": "upper", "upper": "lower"}
 
 @dataclass(frozen=True)
 class Declaration:
-    """A structure, and where the axes it refers to have gone since it was declared.
+    """A structure, and where the axes that it refers to are now.
 
     Axes of the declared array keep their numbers as names: `axes[i]` is the name of what is axis i now,
     None for an axis that was added. `touched` are axes along which entries were picked or joined.
@@ -39,10 +39,10 @@ class Declaration:
     rank: int
     axes: tuple[int | None, ...]
     touched: frozenset[int] = frozenset()
-    taps: tuple[int, ...] | None = None  # of a kernel: the tap that has the structure, if that was said
+    taps: tuple[int, ...] | None = None  # the tap of a kernel that has the structure, if it was named
 
     def of_matrix(self, in_axis: int, out_axis: int) -> str | None:
-        """The structure of the matrix [in, out] that a dense layer reads; stacks hold it in each."""
+        """The structure of the matrix [in, out], or stack of matrices, that a dense layer reads."""
         read = (self.axes[in_axis], self.axes[out_axis])
         if read == self.matrix:
             return self.structure
@@ -70,12 +70,12 @@ class Declaration:
         return None
 
     def moved(self, order: Sequence[int | None]) -> Declaration | None:
-        """After the axes have become those at the old places `order` (None: a new axis)."""
+        """The declaration after a transposition: axis i is the old axis order[i] (None: a new axis)."""
         axes = tuple(None if place is None else self.axes[place] for place in order)
         return replace(self, axes=axes) if set(self.matrix) <= set(axes) else None
 
     def picked(self, places: Iterable[int]) -> Declaration | None:
-        """After entries were picked or joined along the axes at these places."""
+        """The declaration after entries were picked or joined along these axes."""
         names = {self.axes[place] for place in places} - {None}
         if names & set(self.matrix):
             return None
@@ -87,26 +87,26 @@ def declare(
 ) -> Array:
     """Say what is known of a weight's values; returns `w` unchanged.
 
-    The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` refer to a matrix as it lies,
-    its last two axes read as [in, out] (a matrix used transposed, as in `x @ w.T`, has the transposed
-    structure; of a stack of matrices, every one), or of the pivot tap [in, out] of a convolution kernel
-    in whatever layout the convolution reads it; the paper's lemma is `"lower"`: w[c, c'] = 0 for
-    c < c'. `"isometric"` refers to the whole linear operator: J Jᵀ = I, so that vijp = jvp. Of a kernel
-    it refers to the convolution on an endless or circular axis; where zero padding cuts off windows at
-    the edges, walks keep the cotangents of those, and `moonwalk.vijp` refuses.
+    The structures `"orthogonal"`, `"diagonal"`, `"lower"` and `"upper"` describe a matrix, with its last
+    two axes read as [in, out], or every matrix of a stack. A matrix used transposed, as in `x @ w.T`,
+    has the transposed structure. For a convolution kernel they describe the pivot tap [in, out], in
+    whatever layout the convolution reads it; the paper's lemma needs `"lower"`: w[c, c'] = 0 for c < c'.
+    `"isometric"` describes the whole linear operator: J Jᵀ = I, so that vijp = jvp. For a kernel that is
+    the convolution on an endless or circular axis; where zero padding cuts off windows at the edges,
+    walks keep their cotangents, and `moonwalk.vijp` refuses.
 
     Declare inside the function that is differentiated (or on the stack of weights outside a scan, as
     long as that is traced too): the declaration lives in the trace, and is seen through `jit`,
     `vmap`, `scan`, transposition, stacking and indexing. A cast to a narrower type drops it, because
     rounding is enough to break an orthogonality that a deep walk relies on.
 
-    Called on concrete values it checks them and raises `DeclarationError` if they are not what is
-    declared. Of a kernel only what can be seen without the convolution's stride and padding is
-    checked here; the rest when `moonwalk.vijp` meets the convolution. `groups` tells this check that the
+    Concrete values are checked, and `DeclarationError` is raised if they do not have the structure. For
+    a kernel, this checks only what does not depend on the convolution's stride and padding;
+    `moonwalk.vijp` checks the rest when it meets the convolution. `groups` tells this check that the
     kernel [..., in / groups, out] is that of a convolution in groups, each of which has a pivot. `taps`
-    says which tap of a kernel [*taps, in, out] has the structure, one index per spatial axis, for the
-    convolution as it is written: a zero pad in front of it is then not taken for its padding, under
-    which another tap would be the pivot.
+    says which tap of a kernel [*taps, in, out] has the structure, one index per spatial axis. It refers
+    to the convolution as written: a zero pad before the convolution is then not merged into its padding,
+    because that would make another tap the pivot.
 
     **Example:**
 
@@ -163,7 +163,7 @@ declare_p = _jax.Primitive("moonwalk_declare")
 declare_p.def_impl(lambda w, **_: w)
 declare_p.def_abstract_eval(lambda w, **_: w)
 _jax.mlir.register_lowering(declare_p, lambda ctx, w, **_: [w])
-# Tangents and cotangents of a weight are not themselves orthogonal: the declaration stays behind.
+# Tangents and cotangents of a weight are not themselves orthogonal, so they carry no declaration.
 _jax.ad.primitive_jvps[declare_p] = lambda primals, tangents, **params: (
     declare_p.bind(*primals, **params),
     tangents[0],
@@ -187,12 +187,12 @@ _jax.batching.primitive_batchers[declare_p] = _batch_declare
 
 
 def tolerance(dtype: Any, size: int) -> float:
-    """How far from I the product WᵀW of a matrix orthogonal up to rounding may be."""
+    """How far WᵀW may be from I if W is orthogonal up to rounding."""
     return float(min(10 * float(jnp.finfo(dtype).eps) * np.sqrt(max(size, 1)), 5e-2))
 
 
 def defect(matrix: Any, structure: str) -> Any:
-    """How far a matrix [..., in, out] is from its declared structure: the largest entry off it."""
+    """How far a matrix [..., in, out] is from its declared structure: its largest offending entry."""
     rows, cols = matrix.shape[-2:]
     i, j = np.indices((rows, cols))
     if structure in ("orthogonal", "isometric"):

@@ -1,4 +1,4 @@
-"""What is known of variables before anything runs: their names, and static numbers."""
+"""What is known of variables while tracing: their names, and static numbers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def propagate_names(eqns: Iterable[JaxprEqn], names: Mapping[Any, str]) -> dict[
     return names
 
 
-_FOLD_LIMIT = 1 << 22  # entries; indices larger than this are not looked into
+_FOLD_LIMIT = 1 << 22  # entries; larger index arrays are not evaluated
 
 
 class Constants(Mapping[Any, np.ndarray]):
-    """Integers, and single numbers, that are known while tracing: static indices, and what they make.
+    """Integers and single numbers known while tracing: static indices, and what is computed from them.
 
-    Which variables have such a value is found at once. The value itself is computed when a rule asks for
-    it: few ever do, and every step to a value compiles a program.
+    Which variables have such a value is determined at once. The values are computed when a rule asks for
+    them, because few rules do and every step compiles a program.
     """
 
     def __init__(self, eqns: Iterable[JaxprEqn], consts: Mapping[Any, Any]):
@@ -57,12 +57,12 @@ class Constants(Mapping[Any, np.ndarray]):
         self._values = {v: c for v, c in small.items() if c is not None}
         self._makers: dict[Any, JaxprEqn] = {}
         self._keys: dict[Any, int] = {}
-        known: dict[Any, int] = {}  # ways to make a value, numbered
+        known: dict[Any, int] = {}  # the computation of each value, numbered
 
         def key(way: Any) -> int:
             try:
                 return known.setdefault(way, len(known))
-            except TypeError:  # a parameter without a hash: equal to nothing else
+            except TypeError:  # a parameter without a hash equals nothing else
                 return known.setdefault(object(), len(known))
 
         for v, value in self._values.items():
@@ -109,11 +109,11 @@ class Constants(Mapping[Any, np.ndarray]):
         return len({*self._values, *self._makers})
 
     def key(self, v: Any) -> Hashable:
-        """Equal for variables of this jaxpr whose values are made alike, and so are equal."""
+        """A key that is equal for variables whose values are computed alike, and so are equal."""
         return id(self), self._keys[v]
 
 
-_COMPARED = 4096  # bytes of an array that is compared by its values
+_COMPARED = 4096  # bytes up to which arrays are compared by value
 
 
 def _bytes(value: Any) -> Hashable:

@@ -24,7 +24,7 @@ from .._jax import JaxprEqn, Literal
 if TYPE_CHECKING:
     from .graph import Block
 
-_SMALL = 4096  # bytes of an array that is compared by its values
+_SMALL = 4096  # bytes up to which arrays are compared by value
 
 
 class _Opaque(Exception):
@@ -32,7 +32,7 @@ class _Opaque(Exception):
 
 
 def fingerprint(block: Block) -> Hashable:
-    """Equal for blocks that compute the same; the block itself where that cannot be told."""
+    """A key that is equal for blocks that compute the same; the block itself if none can be made."""
     return block.once(_fingerprint)
 
 
@@ -58,8 +58,8 @@ def _fingerprint(block: Block) -> Hashable:
 
 
 def of_equations(eqns: Sequence[JaxprEqn], numbers: dict[Any, int]) -> Hashable:
-    """Equal for equations that compute the same from what `numbers` numbers; equal to nothing where
-    that cannot be told."""
+    """A key that is equal for equations that compute the same from the variables in `numbers`. It equals
+    nothing else if they cannot be compared."""
     try:
         own = tuple(v.aval for v in numbers), _equations(eqns, numbers)
         hash(own)
@@ -69,7 +69,7 @@ def of_equations(eqns: Sequence[JaxprEqn], numbers: dict[Any, int]) -> Hashable:
 
 
 def _equations(eqns: Iterable[JaxprEqn], numbers: dict[Any, int], *, derived: bool = False) -> Hashable:
-    """`derived`: these equations are a derivative already, and are not differentiated once more."""
+    """`derived`: these equations are themselves a derivative, and are not differentiated again."""
     rows = []
     for eqn in eqns:
         if _jax.has_effects(eqn):
@@ -93,7 +93,7 @@ def _params(eqn: JaxprEqn, derived: bool) -> Hashable:
         return (*sorted(plain.items()), None)
     try:
         return (*sorted(plain.items()), _derivative(eqn))
-    except Exception:  # with respect to some of its inputs it has none
+    except Exception:  # it has no derivative in some of its inputs
         raise _Opaque from None
 
 
@@ -147,7 +147,7 @@ def _value(value: Any) -> Hashable:
         return _Identity(value)
     if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
         return _Identity(value)
-    # Asked before it is copied to the host: it may be large, or lie on other hosts.
+    # Checked before copying to the host: the array may be large, or lie on other hosts.
     if getattr(value, "nbytes", 0) > _SMALL or not getattr(value, "is_fully_addressable", True):
         return _Identity(value)
     array = np.asarray(value)
@@ -168,7 +168,7 @@ class _Identity:
 
 
 def renamed(text: str, old: Block, new: Block) -> str:
-    """A sentence on one block, on another that computes the same: with its own names of operands."""
+    """A sentence about one block, with the operand names of another that computes the same."""
     pairs: Sequence[tuple[Any, Any]] = list(zip(old.operands, new.operands, strict=True))
     for a, b in pairs:
         if old.names.get(a) != new.names.get(b):

@@ -3,13 +3,13 @@
 Three kinds of equations:
 
 - the *path*: equations through which a derivative flows from the state (the inputs) to the outputs;
-- equations whose values depend on the state but whose derivatives do not matter (`x >= 0`, `floor`, what
-  stands under `stop_gradient`): computed on the way, absorbed into the block that reads them where they
-  are pointwise, so that a rule sees `ge` and `select_n` together;
+- equations whose values depend on the state but whose derivatives do not matter (`x >= 0`, `floor`,
+  anything under `stop_gradient`): if they are pointwise, they are absorbed into the block that reads
+  them, so that a rule sees `ge` and `select_n` together;
 - everything else (weights, data, constants), whose values are the blocks' *operands*.
 
-The path is cut into *blocks* such that every state variable is consumed inside one block only
-(`partition`). So `leaky_relu` is one block, a strided pair of slices one, each layer of a network one.
+The path is cut into *blocks* such that every state variable is consumed by one block only (`partition`).
+So `leaky_relu` is one block, as is a pair of strided slices, or each layer of a network.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Block:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     operands: tuple[Any, ...]
-    exports: tuple[Any, ...] = ()  # inner values that somebody outside reads (no cotangent of theirs)
+    exports: tuple[Any, ...] = ()  # inner values that are read outside, and have no cotangent
     declarations: Mapping[Any, Declaration] = field(default_factory=dict)
     names: Mapping[Any, str] = field(default_factory=dict)
     constants: Constants = field(default_factory=lambda: Constants((), {}))
-    # Not an argument: what `dataclasses.replace` makes is another block and starts with an empty memory.
+    # Not an argument, so that a block made by `dataclasses.replace` starts with an empty memory.
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, make: Callable[[Block], Any]) -> Any:
-        """`make(self)`, remembered: what a rule derives from a block, it derives once."""
+        """`make(self)`, cached: what a rule derives from a block is derived once."""
         if make not in self._memory:
             self._memory[make] = make(self)
         return self._memory[make]
@@ -81,7 +81,7 @@ class Block:
         return sum(v.aval.size for v in self.inputs), sum(v.aval.size for v in self.outputs)
 
     def declaration(self, var: Any) -> Declaration | None:
-        """What is declared of an operand."""
+        """The declared structure of an operand, if there is one."""
         return None if isinstance(var, Literal) else self.declarations.get(var)
 
     def constant(self, atom: Any) -> np.ndarray | None:
@@ -104,7 +104,7 @@ def type_of(var: Any) -> str:
 
 
 def struct(var: Any) -> jax.ShapeDtypeStruct:
-    """A variable's type without its value."""
+    """A variable's shape and dtype."""
     return _jax.struct(var.aval)
 
 
@@ -121,7 +121,7 @@ def run(eqns: Iterable[JaxprEqn], env: dict[Any, Any]) -> None:
 
 
 def facts_inside_scan(block: Block, jaxpr: Any, consts: Sequence[Any]) -> dict[str, Any]:
-    """What is known of a scan's body: constants, declarations and names of its inputs."""
+    """What is known inside a scan's body: constants, declarations and names of its inputs."""
     (eqn,) = block.eqns
     counts = _jax.scan_counts(eqn)
     known: dict[Any, Any] = {}
@@ -145,7 +145,7 @@ def facts_inside_scan(block: Block, jaxpr: Any, consts: Sequence[Any]) -> dict[s
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The schedule of a flat jaxpr: blocks, and the equations beside the path, in order."""
+    """The schedule of a flat jaxpr: blocks, and the equations off the path, in order."""
 
     schedule: tuple[Block | JaxprEqn, ...]
     inputs: tuple[Any, ...]  # the state at the entry
@@ -154,7 +154,7 @@ class Graph:
 
     @property
     def blocks(self) -> list[Block]:
-        """The path."""
+        """The blocks of the path."""
         return [item for item in self.schedule if isinstance(item, Block)]
 
 
@@ -175,7 +175,7 @@ def build(
     - `state`: the input variables that are differentiated.
     - `outputs`: the output variables whose cotangents are wanted.
     - `consts`: values of the variables that are known, for static indices.
-    - `declarations`, `names`: of the jaxpr's inputs, where something is known of them.
+    - `declarations`, `names`: those of the jaxpr's inputs, where known.
     """
     constants = Constants(jaxpr.eqns, consts or {})
     declared = propagate(jaxpr.eqns, declarations or {})
@@ -214,7 +214,7 @@ class Cutter:
         constants: Constants,
         copies: Mapping[Any, Any] | None = None,
     ):
-        """`copies`: variables that are copies of others (see `network.cutting.Fork`), and of which."""
+        """`copies`: variables that are copies (see `network.cutting.Fork`), and their originals."""
         self.results, self.outputs, self.active = results, outputs, active
         self.copies = copies or {}
         self.facts, self.constants = {"declarations": declarations, "names": names}, constants
@@ -238,8 +238,8 @@ class Cutter:
         path_reads = {v for e in eqns if self.on_path(e) for v in e.invars if not isinstance(v, Literal)}
         inputs = tuple(v for v in reads if v in self.active and v in path_reads)
         outside = {v: [e for e in self.readers.get(v, ()) if id(e) not in inside] for v in produced}
-        # An input that is also a result of the function passes through: its cotangent as an input is
-        # the sum of what arrives here and what leaves there.
+        # An input that is also a result of the function passes through the block: its cotangent is the
+        # sum of what arrives from the block and what comes in as a result's.
         passing = [v for v in inputs if v in self.outputs]
         outputs = (
             *passing,
@@ -269,10 +269,10 @@ def close_forks(
     cutter: Cutter,
     stays_open: Callable[[Block], bool] = lambda block: False,
 ) -> list[Block | JaxprEqn]:
-    """Join a block that hands out more than it took in with what reads it, until it does not.
+    """Join each block that expands by forking its input with its readers, until it no longer does.
 
-    max(x, 0) + expm1(min(x, 0)) forks x into two states that only the sum brings together again. What
-    reads a copy of the block's output runs after the fork that makes it, which cannot stand inside.
+    max(x, 0) + expm1(min(x, 0)) forks x into two states, which the sum joins again. A reader of a copy
+    (of a fork) is not joined: it runs after the fork, which cannot be inside a block.
     """
     items = list(schedule)
     i = 0
@@ -282,7 +282,7 @@ def close_forks(
             i += 1
             continue
         found = _joined_with_reader(items, i, cutter)
-        # What reads no state (a bias times data) is joined only to arrive at one.
+        # A block that reads no state (a bias times data) is joined only to reach one that does.
         while found is not None and not found[1].inputs and not stays_open(found[1]):
             found = _joined_with_reader(found[0], found[0].index(found[1]), cutter)
         if found is None or not found[1].inputs:
@@ -328,11 +328,11 @@ def merge_padding(
     constants: Constants,
     declarations: Mapping[Any, Declaration],
 ) -> list[JaxprEqn]:
-    """A zero pad that only a convolution reads is that convolution's padding.
+    """Merge a zero pad that only a convolution reads into that convolution's padding.
 
-    Some libraries write a causal convolution as `jnp.pad` and a valid one; alone the pad would not be
-    submersive. But where a declaration names the tap that it refers to, it does so for the padding that
-    is written: with more of it, another tap would be the pivot.
+    Some libraries write a causal convolution as `jnp.pad` and a valid one; alone, the pad would not be
+    submersive. If a declaration names its tap, the pad is left alone: the tap was named for the padding
+    as written, and with more padding another tap would be the pivot.
     """
     reads: dict[Any, int] = {}
     for v in (*results, *(v for e in eqns for v in e.invars)):
@@ -356,7 +356,7 @@ def merge_padding(
 
 
 def values_apart(eqns: Sequence[JaxprEqn], active: set[Any]) -> list[JaxprEqn]:
-    """Pads whose value is differentiated, as pads with zeros and a choice between these and the value.
+    """Rewrite pads with a differentiated value: pad with zeros, then select between these and the value.
 
     JAX's pullback of `pad` fails with respect to the value alone, which is all that a sweep asks for.
     """
@@ -405,7 +405,7 @@ def _is_zero_pad(eqn: JaxprEqn, constants: Mapping[Any, np.ndarray]) -> bool:
 
 
 def _padded(convolution: JaxprEqn, pad: JaxprEqn) -> JaxprEqn | None:
-    """The convolution with the pad's entries in its own padding, where they are spatial."""
+    """The convolution with the pad merged into its padding, if the pad is along spatial axes."""
     config = pad.params["padding_config"]
     batch, feature, *spatial = convolution.params["dimension_numbers"].lhs_spec
     if any(d != 1 for d in convolution.params["lhs_dilation"]) or any(

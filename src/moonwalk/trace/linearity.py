@@ -2,7 +2,7 @@
 
 The backward rule of a `custom_vjp` is any function: it may clip a cotangent, or add a regulariser's
 gradient to it. Only a linear one has a vijp, and JAX's own `linear_transpose` takes affine maps for
-linear ones. So the equations that a cotangent goes through are read one by one.
+linear ones. So the equations that a cotangent passes are checked one by one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_linear(
 ) -> bool:
     """Whether all outputs are linear in the inputs, as far as the equations show it.
 
-    `affine`: or linear and a constant.
+    `affine`: a constant may be added.
     """
     linear, zero = set(inputs), set()
 

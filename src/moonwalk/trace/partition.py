@@ -1,8 +1,8 @@
-"""How the equations that carry derivatives fall into groups.
+"""Partitions the equations that carry derivatives into groups.
 
-Equations that share a state variable stand in one group, and so does everything on a cycle that this
-creates (x + f(x) is one group): then a variable's cotangent is exactly what its one group needs. The
-partition is the finest with this property.
+Equations that read the same state variable are in one group, as is everything on a cycle that this
+creates (x + f(x) is one group). Then a variable's cotangent is determined by the one group that reads
+it. The partition is the finest with this property.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def partition(
     outputs: Sequence[Any],
     copies: Mapping[Any, Any] | None = None,
 ) -> list[list[JaxprEqn]]:
-    """Groups of equations, in an order in which they can run: the blocks and what is beside them.
+    """Groups of equations, in an order in which they can run: blocks, and equations off the path.
 
-    `copies`: variables that are copies of others. Whatever reads one runs after what makes its source.
+    `copies`: variables that are copies of others. A reader of a copy runs after what makes the original.
     """
     count = len(eqns)
     group = list(range(count))  # union-find
@@ -77,7 +77,7 @@ def partition(
         if len(users) == 1 and users <= path and not escapes:
             merge(i, users.pop())
 
-    # 3. What lies on a cycle between groups stands in one group; then order them.
+    # 3. Groups on a cycle become one group; then order the groups.
     return _ordered_components(eqns, [find(i) for i in range(count)], producer)
 
 

@@ -1,8 +1,8 @@
 """A function becomes one flat jaxpr.
 
-`jit`, closed calls and `jax.checkpoint` are looked through, because they mean nothing to a Jacobian.
-`custom_jvp`/`custom_vjp` calls stay whole: their derivative is what their author says it is (inlined,
-a straight-through estimator's gradient would become 0 and `relu`'s at 0 would become 1/2).
+`jit`, closed calls and `jax.checkpoint` are inlined, because they do not affect a Jacobian.
+`custom_jvp`/`custom_vjp` calls stay whole, because their author defines their derivative (inlined, a
+straight-through estimator's gradient would become 0 and `relu`'s at 0 would become 1/2).
 
 Cached jit bodies share their `Var` objects between calls, so equations are not spliced: the traced
 jaxpr is evaluated under a second trace by an interpreter that opens the calls on its way.
@@ -34,7 +34,7 @@ class Staged(NamedTuple):
 def stage(fun: Callable[..., Any], *args: Any, differentiated: int | None = None) -> Staged:
     """Trace `fun` at `args` (pytrees of arrays or ShapeDtypeStructs) into one flat jaxpr.
 
-    `differentiated`: the first output is going to be differentiated with respect to so many leaves.
+    `differentiated`: how many of the first leaves the first output will be differentiated in.
     """
     leaves, in_tree = jax.tree.flatten(args)
     out_trees = []
@@ -54,10 +54,10 @@ def stage(fun: Callable[..., Any], *args: Any, differentiated: int | None = None
 def flatten_calls(
     closed: Any, avals: Sequence[Any], *, derivative: bool = False
 ) -> tuple[Any, Sequence[Any]]:
-    """The same jaxpr with every call opened that means nothing to differentiation.
+    """The same jaxpr with all calls inlined that do not affect differentiation.
 
-    `derivative`: the jaxpr is a derivative already. JAX transposes what a custom call computes there,
-    and does not ask for the call's own derivative, which may be the call itself.
+    `derivative`: the jaxpr is itself a derivative. There JAX transposes what a custom call computes,
+    without asking for the call's own derivative, which may be the call itself.
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     opened = _jax.CALLS | set(_jax.CUSTOM_RULES) if derivative else _jax.CALLS
@@ -74,7 +74,7 @@ def evaluate(
     done: dict[Any, Any],
     opened: Collection[Any] = _jax.CALLS,
 ) -> list[Any]:
-    """Evaluate a jaxpr, opening some calls and doing nothing twice.
+    """Evaluate a jaxpr, inlining some calls and merging equal equations.
 
     `done` remembers each equation by its primitive, operands and parameters: `x[::2]` written twice
     must not look like two uses of x.
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def _is_without_repeats(jaxpr: Any) -> bool:
-    """Whether no two equations are the same, so that `evaluate` would do each of them."""
+    """Whether no two equations are the same, so that `evaluate` would merge none."""
     keys = [_key(eqn, eqn.invars) for eqn in jaxpr.eqns]
     known = [key for key in keys if key is not None]
     return len(set(known)) == len(known)
@@ -124,9 +124,9 @@ def _key(eqn: _jax.JaxprEqn, inputs: Sequence[Any]) -> Any:
 def name_constants(
     fun: Callable[..., Any], constvars: Sequence[Any], consts: Sequence[Any]
 ) -> dict[Any, str]:
-    """Where each closed-over array lives in the user's code, found by identity.
+    """The name of each closed-over array in the user's code, found by identity.
 
-    A message that says "the kernel `net.layers[2].weight`" is worth the walk over the closure.
+    Messages that say "the kernel `net.layers[2].weight`" are worth the search through the closure.
     """
     if not constvars:
         return {}
@@ -134,7 +134,7 @@ def name_constants(
     for name, value in _captured(fun).items():
         try:
             leaves = jax.tree.flatten_with_path(value)[0]
-        except (TypeError, ValueError):  # not a pytree after all (a dict with keys of mixed types)
+        except (TypeError, ValueError):  # not a valid pytree (a dict with keys of mixed types)
             continue
         for path, leaf in leaves:
             by_id.setdefault(id(leaf), name + jax.tree_util.keystr(path))

@@ -27,7 +27,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def recipe(dataset: data.Dataset) -> dict[str, Any]:
-    """Of the data set, or else Fashion-MNIST's."""
+    """The recipe of the data set, or Fashion-MNIST's if it has none."""
     own = (r for name, r in RECIPES.items() if dataset.name.startswith(name))
     return next(own, RECIPES["Fashion-MNIST"])
 
@@ -41,7 +41,7 @@ def make_model(dataset: data.Dataset, pivot: str, settings: dict[str, Any]) -> C
 
 
 def make_optimizer(settings: dict[str, Any], steps: int) -> optax.GradientTransformation:
-    """With weight decay, and a rate that rises for a tenth of the steps, then falls to 0."""
+    """The recipe's optimizer; its rate rises for a tenth of the steps, and then falls to 0."""
     rate = training.SCHEDULES["warmup-cosine"](settings["rate"], steps)
     if settings["optimizer"] == "adamw":
         return optax.adamw(rate, weight_decay=settings["decay"])
@@ -50,7 +50,7 @@ def make_optimizer(settings: dict[str, Any], steps: int) -> optax.GradientTransf
 
 
 class Run:
-    """A network, its training step and its data; an epoch is one program over examples on the device."""
+    """A network, its training step and its data. An epoch is one program over examples on the device."""
 
     def __init__(self, dataset: data.Dataset, pivot: str, seed: int, settings: dict[str, Any]):
         self.dataset, self.seed, self.batch = dataset, seed, settings["batch"]

@@ -1,4 +1,4 @@
-"""What is drawn of an experiment: records → rows of panels, as plain data.
+"""The charts of an experiment, as plain data: from records to rows of panels.
 
 `figures` draws them with Matplotlib, `plots` with Plotly: the same points, colours and marks.
 """
@@ -57,7 +57,7 @@ STYLES = {
 
 
 def style_of(method: str) -> Style:
-    """That of the longest name of `STYLES` that `method` begins with."""
+    """The style of the longest name in `STYLES` that `method` begins with."""
     known = [name for name in STYLES if method == name or method.startswith(name + "-")]
     return STYLES[max(known, key=len)] if known else Style("#555555")
 
@@ -77,7 +77,7 @@ class Point:
 class Series:
     """Points of one method.
 
-    `end` is where and why there are no more, (x, y, status); `note` stands at the last point.
+    `end`: where the series stops and why, as (x, y, status); `note`: text at the last point.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Panel:
     kind: str = "lines"
     log_x: bool = False
     log_y: bool = False
-    reference: float | None = None  # a line across, in units of y (of bars: of their length)
+    reference: float | None = None  # a line across, in units of y (for bars: of their length)
     reference_name: str = ""
 
 
@@ -120,7 +120,7 @@ class Chart:
 
 
 def bar_label(series: Series) -> str:
-    """What stands behind a bar."""
+    """The label behind a bar."""
     y = series.points[0].y
     return series.note or (f"{y:.3g}" if y < 1000 else f"{y:,.0f}")
 
@@ -145,7 +145,7 @@ MEASURES = {
 
 
 def _against_depth(records: Sequence[Record]) -> list[Row]:
-    """Lines where a network was measured at several depths; those at one depth share a row of bars."""
+    """Lines for networks measured at several depths; those at one depth share a row of bars."""
     rows, single = [], []
     for title, group in _grouped(records).items():
         if len({r["task"]["depth"] for r in group}) == 1:
@@ -193,7 +193,7 @@ def _precision(name: str | None) -> str:
 
 
 def value(record: Record, name: str) -> float | None:
-    """A measured number; None where there is none."""
+    """A measured number, or None."""
     found = record.get(name)
     if isinstance(found, Mapping):
         found = found.get("median")
@@ -203,7 +203,7 @@ def value(record: Record, name: str) -> float | None:
 def _lines(
     title: str, axis: str, name: str, group: list[Record], records: Sequence[Record]
 ) -> Panel | None:
-    """One line per method; where the next size ran out of memory, it ends in a mark."""
+    """One line per method; it ends in a mark if the next size ran out of memory."""
     numbers = [v for r in group if (v := value(r, name)) is not None]
     if not numbers:
         return None
@@ -232,7 +232,7 @@ def _lines(
     )
 
 
-_NOTHING = 1e-9  # where no error at all is drawn on a logarithmic axis
+_NOTHING = 1e-9  # where an error of zero is drawn on a logarithmic axis
 _AXES = {"depth": "layers", "width": "width n", "batch": "batch", "length": "length"}
 
 
@@ -254,7 +254,7 @@ def _point(
 
 
 def describe(record: Record, found: str) -> str:
-    """What a reader sees who points at it."""
+    """The text shown when the reader points at it."""
     task = record["task"]
     parts = [task["method"], f"{task['depth']} layers, width {task['width']}, batch {task['batch']}"]
     for name, label in (
@@ -271,7 +271,7 @@ def describe(record: Record, found: str) -> str:
 
 
 def unit_of(name: str, largest: float) -> tuple[float, str]:
-    """What to divide by, and the unit that it gives."""
+    """(the divisor, the unit) for showing some values."""
     if name.endswith("bytes"):
         units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
     elif name == "seconds":
@@ -282,7 +282,7 @@ def unit_of(name: str, largest: float) -> tuple[float, str]:
 
 
 def _wide(values: Sequence[float]) -> bool:
-    """Whether a logarithmic axis shows more: the smallest would lie on the floor of a linear one."""
+    """Whether to use a logarithmic axis, because on a linear one the smallest value would vanish."""
     positive = [v for v in values if v > 0]
     return bool(positive) and max(positive) > 30 * min(positive)
 
@@ -301,7 +301,7 @@ def _largest(axis: str) -> Callable[[Sequence[Record]], list[Row]]:
                     continue
                 best = max(ran, key=lambda r: r["task"][axis])
                 size = best["task"][axis]
-                # A search that went as far as it was told to has not found the limit.
+                # A search that reached the largest size allowed has not found the limit.
                 open_ended = any(r["extra"].get("most") == size for r in own)
                 note = f"{size:,} or more" if open_ended else ""
                 bar = _point(best, method, size, "size", 1.0, records)
@@ -338,7 +338,7 @@ def _bars(records: Sequence[Record]) -> list[Row]:
 
 
 def _named(key: str, names: Mapping[str, str], title: str) -> Callable[[Sequence[Record]], list[Row]]:
-    """Bars of several programs that one record has, as `extra[key]`: {name: {"seconds": …}}."""
+    """Bars for the programs in one record's `extra[key]`: {name: {"seconds": …}}."""
 
     def rows(records: Sequence[Record]) -> list[Row]:
         found = []
@@ -446,7 +446,7 @@ def _pareto(records: Sequence[Record]) -> list[Row]:
 
 
 def _labelled(record: Record) -> str:
-    """The method with the settings that tell it from its neighbours."""
+    """The method, with the settings that distinguish it from its neighbours."""
     label = record["task"].get("settings", {}).get("label")
     return label or record["task"]["method"]
 
@@ -483,7 +483,7 @@ def _ratios(records: Sequence[Record]) -> list[Row]:
 
 
 def cases_of(records: Iterable[Record]) -> list[Mapping[str, Any]]:
-    """The cases that records of `vijp` hold, several in each."""
+    """All cases in records of `vijp`, each of which holds several."""
     return [c for r in records if r["status"] == "ok" for c in r["extra"].get("cases", ())]
 
 

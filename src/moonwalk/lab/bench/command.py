@@ -31,7 +31,7 @@ class Options:
     - `names`: experiments; `everything`: all of them.
     - `device`: "cpu", "gpu", or "auto" for a GPU where there is one.
     - `out`: the folder for records, figures and the report.
-    - `request`: what the experiments are told; its platform is the device's.
+    - `request`: the request passed to experiments; its platform is the device's.
     - `timeout`: seconds for one measurement.
     - `retry`: measure once more what failed. `fresh`: forget what the folder has.
     - `dry_run`: say what would be measured. `report_only`: draw what the folder has.
@@ -66,12 +66,12 @@ class Options:
 
     @property
     def chosen(self) -> list[str]:
-        """The experiments; a report without names is of all that there are."""
+        """The experiments to run; a report without names covers all that have results."""
         return list(dict.fromkeys(self.names) if self.names else experiments.NAMES)
 
 
 class Screen(Protocol):
-    """Where a run says what it does; `text.Lines` prints plain lines."""
+    """Where a run reports its progress; `text.Lines` prints plain lines."""
 
     def say(self, line: str) -> None: ...
     def begin(self, name: str, title: str, total: int) -> None: ...
@@ -86,7 +86,7 @@ def run(options: Options, screen: Screen) -> None:
         report(options, screen)
         return
     device = None if options.device == "auto" else options.device
-    if options.dry_run and device is not None:  # also of a device that is not here
+    if options.dry_run and device is not None:  # also for a device that this machine does not have
         show_outline(options, replace(options.request, platform=device), screen)
         return
     header = runner.header(device, options.request.quick, options.commit)
@@ -129,7 +129,7 @@ def outline(name: str, request: Request) -> list[str]:
 
 
 def report(options: Options, screen: Screen) -> None:
-    """Figures and the report, of whatever the folder has."""
+    """Write figures and the report for all results in the folder."""
     paths = [p for p in (options.out / f"{name}.json" for name in options.chosen) if p.is_file()]
     if not paths:
         raise ValueError(

@@ -12,7 +12,7 @@ from .charts import ENDS, WRONG, Chart, Panel, Series, bar_label, chart
 
 _DASHES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1.2, 1.6)), "dashdot": (0, (5, 1.6, 1.2, 1.6))}
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "P", "star": "*"}
-_SIZES = {"*": 9, "^": 6, "P": 6.5}  # so that all look alike in size
+_SIZES = {"*": 9, "^": 6, "P": 6.5}  # so that all markers look equally large
 _LOOK = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -94,7 +94,7 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
         if row.title:
             part.suptitle(row.title, fontsize=9.5, color="#555555", x=0.01, ha="left")
         axes = part.subplots(1, len(row.panels), squeeze=False)[0]
-        # Room for the name of a line across bars, in all panels alike.
+        # The same room in all panels for the name of the line across bars.
         pad = 16 if any(p.kind == "bars" and p.reference for p in row.panels) else 6
         for axis, panel in zip(axes, row.panels, strict=True):
             _DRAW[panel.kind](axis, panel)
@@ -103,7 +103,7 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
                 and axis is not axes[0]
                 and _names_of(panel) == _names_of(row.panels[0])
             ):
-                axis.set_yticklabels([])  # they stand at the first
+                axis.set_yticklabels([])  # the first panel has them
             axis.set_title(panel.title, loc="left", pad=pad)
             placed.append((axis, panel))
     strip = 0.24 / figure.get_figheight()  # below everything, for where it was measured
@@ -202,7 +202,7 @@ def _bars(axis: Any, panel: Panel) -> None:
     points = [s.points[0] for s in panel.series]
     places = range(len(points))[::-1]  # the first on top
     colours = [s.style.colour for s in panel.series]
-    # On a logarithmic axis a bar has no natural beginning but the reference.
+    # On a logarithmic axis the only natural start of a bar is the reference.
     start = panel.reference if panel.log_x and panel.reference else 0.0
     axis.barh(places, [p.y - start for p in points], left=start, color=colours, height=0.68, zorder=3)
     spans = [(y, p.low, p.high) for y, p in zip(places, points, strict=True) if p.low is not None]
@@ -237,7 +237,7 @@ def _bars(axis: Any, panel: Panel) -> None:
 
 
 def _names(axis: Any, panel: Panel) -> None:
-    """Names of scattered points, where they cover least; notes behind lines, from the top downwards."""
+    """Place the names of scattered points where they cover least; notes behind lines, top down."""
     if panel.kind == "bars":
         return
     scattered = panel.kind == "scatter"
@@ -269,7 +269,7 @@ def _names(axis: Any, panel: Panel) -> None:
             color=series.style.colour,
             annotation_clip=False,
         )
-        name.set_in_layout(not scattered)  # or the axes would move from under names in their midst
+        name.set_in_layout(not scattered)  # otherwise the axes would be resized after names were placed
 
 
 _AROUND = [(d, v) for v in (0, 7, -7, 14, -14, 21, -21, 28) for d in (8, -8, 0) if (d, v) != (0, 0)]
@@ -312,7 +312,7 @@ def _names_of(panel: Panel) -> list[str]:
 
 
 def _legend(figure: Any, found: Chart) -> bool:
-    """One for the figure: the lines, and what the marks mean, as far as they occur. Is there any?"""
+    """Draw the figure's legend: its lines, and what its marks mean. Returns whether it has one."""
     from matplotlib.lines import Line2D
 
     lined = [p for p in found.panels if p.kind == "lines"]

@@ -1,4 +1,4 @@
-"""How fast a figure grows beside the paper's orders, and where two figures cross: fits on logarithms."""
+"""How fast figures grow, compared with the paper's orders, and where two cross: fits on logarithms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SLACK = 0.2
-"""How far a fitted exponent may lie from the paper's and still be called the same."""
+"""How far a fitted exponent may be from the paper's and still count as equal."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fit:
 def growth(xs: Sequence[float], ys: Sequence[float | None], tail: int = 3) -> Fit | None:
     """The growth exponent of y in x: least squares on logarithms, over the `tail` largest sizes.
 
-    The paper's orders speak of large sizes; at small ones constants hide the growth. Sizes without a
+    The paper's orders are asymptotic; at small sizes constants hide the growth. Sizes without a
     measurement (None, not finite, not positive) are left out; with fewer than two there is no fit.
 
     **Example:**
@@ -62,7 +62,7 @@ def compare(
     paper: float | tuple[float, float] | None,
     slack: float = SLACK,
 ) -> str:
-    """ "as the paper", "less" or "more": a measured exponent beside the paper's.
+    """ "as the paper", "less" or "more": a measured exponent compared with the paper's.
 
     An order that is a sum, as M_x L + M_θ, grows between two exponents, whichever term is larger at the
     sizes at hand: `paper` is then the pair of them.
@@ -84,10 +84,10 @@ def compare(
 def crossover(
     xs: Sequence[float], first: Sequence[float | None], second: Sequence[float | None]
 ) -> float | None:
-    """The smallest x from which on `first` is below `second` no more, or is for the first time.
+    """The smallest x where the order of `first` and `second` changes.
 
-    Between two sizes both are taken as straight lines on logarithms. None: they do not cross within the
-    sizes that both were measured at.
+    Between sizes, both are interpolated linearly on logarithmic scales. None if they do not cross within
+    the sizes at which both were measured.
 
     **Example:**
 

@@ -1,4 +1,4 @@
-"""How memory and time of a method grow, on one network whose sizes vary apart from each other.
+"""How memory and time of a method grow, on one network whose sizes can be varied independently.
 
 A layer takes n features to n features: x ↦ LeakyReLU(x Q W). Q is one fixed orthogonal matrix, W is
 block diagonal with orthogonal blocks of g × g, of which each layer has its own. So there are
@@ -39,7 +39,7 @@ class Size:
     batch: int
 
     def along(self, axis: str) -> int:
-        """What is counted on an axis."""
+        """The size that varies along an axis."""
         return self.width * self.group if axis == "parameters" else getattr(self, axis)
 
     def times(self, axis: str, factor: int) -> Size:
@@ -73,7 +73,7 @@ def types(size: Size) -> tuple[Any, Any, Any]:
 
 
 def arguments(size: Size) -> tuple[Any, Any, Any]:
-    """By NumPy, which needs no compiler; one set of blocks for all layers: values do not matter."""
+    """Arguments, by NumPy, which needs no compiler; all layers share blocks, as values do not matter."""
     random = np.random.default_rng(0)
     normal = lambda *shape: random.standard_normal(shape, np.float32)
     n, g = size.width, size.group
@@ -88,7 +88,7 @@ def measure(method: str, points: list[dict[str, Any]], repeats: int) -> dict[str
     **Arguments:**
 
     - `points`: {"axis", "what": ["memory", "time"] or one of them, "depth", "width", "group", "batch"};
-        of a size that is on several axes there is one program, and without "time" it does not run.
+        a size that is on several axes is compiled once, and is not run without "time".
     """
     sizes = [Size(*(p[name] for name in ("depth", "width", "group", "batch"))) for p in points]
     first = next(s for s, p in zip(sizes, points, strict=True) if "time" in p["what"])
@@ -124,8 +124,8 @@ def measure(method: str, points: list[dict[str, Any]], repeats: int) -> dict[str
 def roughly(fun: Any, *args: Any) -> Any:
     """`fun`, compiled for programs that do not run, or whose time does not matter.
 
-    Buffers are assigned before machine code is made, so memory is what it would be; on a CPU that code
-    is then left as it comes, which takes half of the time.
+    Buffers are assigned before machine code is generated, so memory is unaffected. On a CPU the code is
+    then not optimised, which halves the time to compile.
     """
     rough = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return _jax.compiled(jax.jit(fun), *args, **(rough if jax.default_backend() == "cpu" else {}))

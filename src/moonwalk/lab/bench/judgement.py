@@ -1,7 +1,7 @@
 """Is a measured gradient right? One answer for tables, figures and the report.
 
-Errors are measured against a better reference, float64 or full float32, so backpropagation has one
-too: in TF32 a deep network's may be several per cent. What counts is the error that a method adds.
+Errors are measured against a better reference, float64 or full float32, so backpropagation has an error
+too: several per cent for a deep network in TF32. What counts is the error that a method adds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ EXACT = 1e-3
 """What it may add and still be called exact; between the two it is inexact."""
 
 ESTIMATES = ("projected-forward",)
-"""Methods whose result is a random estimate: its error is variance, and no fault."""
+"""Methods whose result is a random estimate, so that its error is variance and not a fault."""
 
 _PLACE = ("network", "variant", "precision")
 _SIZES = ("depth", "width", "length", "batch")
-# What JAX differentiates alone. `Checkpoint` is this library's: were it among them, it would be judged
-# by its own error, and always found exact.
+# Methods implemented by JAX alone. `Checkpoint` is this library's: judged by its own error, it would
+# always be found exact.
 _BASELINES = ("backprop", "jax", "accumulate")
 
 Record = Mapping[str, Any]
@@ -52,7 +52,7 @@ def floor(record: Record, records: Iterable[Record]) -> float:
 def verdict(record: Record, records: Iterable[Record]) -> str:
     """ "exact", "inexact", "WRONG", "estimate", "unchecked"; or the status, with nothing to judge.
 
-    "not finite": what it is compared with is not, because the network itself overflows.
+    "not finite": the reference is not finite, because the network itself overflows.
     """
     if record["status"] != "ok":
         return record["status"]

@@ -36,10 +36,10 @@ REFERENCES = {
     "same": "checkpointed backprop, same precision",
 }
 _PATIENCE = 20.0  # seconds after which no further run is begun
-BOUNDLESS = 1e38  # stands for errors that are not finite, which JSON has no word for
+BOUNDLESS = 1e38  # stands for errors that are not finite, which JSON cannot express
 NO_ROOM = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 _LONGEST = 2000  # characters of a message
-_CACHED = 2**28  # bytes: more takes longer to read than to make
+_CACHED = 2**28  # bytes: larger references take longer to read than to compute
 
 
 def compiled(fun: Any, *args: Any) -> Any:
@@ -57,7 +57,7 @@ def memory(program: Any) -> dict[str, int]:
 
 
 def held(found: dict[str, Any]) -> int:
-    """Bytes that a program needs in all: what it is given, what it returns, and its temporaries."""
+    """All bytes that a program needs: arguments, results and temporaries."""
     return found["temp_bytes"] + found["argument_bytes"] + found["output_bytes"]
 
 
@@ -68,7 +68,7 @@ def timed(program: Any, args: Any, repeats: int) -> tuple[Any, dict[str, Any]]:
 
 
 def interleaved(programs: Mapping[str, Any], args: Any, repeats: int) -> dict[str, dict[str, Any]]:
-    """Times of programs that have run before, in turns: what disturbs one disturbs all of them."""
+    """Times of programs that have run before, in turns, so that a disturbance affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     begun = time.perf_counter()
     for number in range(repeats):
@@ -83,7 +83,7 @@ def interleaved(programs: Mapping[str, Any], args: Any, repeats: int) -> dict[st
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """As records have times."""
+    """The fields of a record for some times."""
     low, high, runs = min(seconds), max(seconds), len(seconds)
     return {"median": statistics.median(seconds), "low": low, "high": high, "runs": runs}
 
@@ -112,7 +112,7 @@ def error(found: Any, truth: Any) -> float:
 
 
 def _pieces(tree: Any) -> Iterable[np.ndarray]:
-    """Leaf by leaf, and layer by layer: a stack of thousands need not be in float64 at once."""
+    """Leaf by leaf and layer by layer, so that a stack of thousands is never in float64 as a whole."""
     for leaf in jax.tree.leaves(tree):
         leaf = np.asarray(leaf)
         for piece in leaf if leaf.ndim > 2 else (leaf,):
@@ -154,7 +154,7 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 class Program:
-    """The compiled gradient of a task, and what compiling it told."""
+    """The compiled gradient of a task, and what was learned by compiling it."""
 
     def __init__(self, task: Task, cache: Path | None = None):
         self.network = networks.make(task)
@@ -188,7 +188,7 @@ def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
         (_, gradients, *more), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))
         if more:
             found["extra"]["certificate"] = float(more[0].error)
-    except Exception as stopped:  # the program's memory is known all the same
+    except Exception as stopped:  # the program's memory is known nevertheless
         return {**found, **failure(stopped), "peak_bytes": peak()}
     found["peak_bytes"] = peak()
     kind = asked.get("reference")
@@ -196,7 +196,7 @@ def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
         make_truth = functools.partial(reference, program.network, kind, task.precision, args)
         try:
             truth = cached(cache, _name(task, kind), make_truth)
-        except Exception as stopped:  # what was measured stays measured
+        except Exception as stopped:  # keep what has been measured
             return {**found, "message": f"no reference: {failure(stopped)['message']}"}
         found["reference"] = REFERENCES[kind]
         if all(np.isfinite(piece).all() for piece in _pieces(truth)):
@@ -212,7 +212,7 @@ def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
 def largest(task: Task) -> dict[str, Any]:
     """The largest depth, or batch, whose program is within `limit_bytes`; nothing is run.
 
-    Compiled programs are compared, which is the same in one process as in many.
+    Only compiled programs are compared, so one process serves for all sizes.
     """
     asked, limit = task.settings["search"], task.settings["limit_bytes"]
     found: dict[int, dict[str, Any]] = {}
@@ -240,8 +240,8 @@ def largest(task: Task) -> dict[str, Any]:
 def bisect(needs: Callable[[int], int], limit: int, most: int) -> int:
     """The largest n ≤ most with needs(n) ≤ limit, as far as `needs` grows; 0: none.
 
-    Memory is nearly a line in n, so every other guess is where the line through both ends meets the
-    limit; the rest halve.
+    Memory is nearly linear in n, so every other guess is where the line through both ends meets the
+    limit; the others bisect.
 
     **Example:**
 
@@ -258,7 +258,7 @@ def bisect(needs: Callable[[int], int], limit: int, most: int) -> int:
             share = (limit - below) / (needs(high) - below)
             guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
         if needs(guess) <= limit:
-            # On a line the next size is too large already: ask, and be done.
+            # If memory is linear, the next size is already too large: one more evaluation decides.
             if by_line and guess + 1 < high and needs(guess + 1) > limit:
                 high = guess + 1
             low = guess
@@ -278,7 +278,7 @@ def arguments(task: Task, network: networks.Network, cache: Path | None) -> Any:
 
 
 def _name(task: Task, reference: str = "") -> str:
-    """Of a network's arguments, or of its reference: the same for all methods, and for nothing else."""
+    """A key for a network's arguments, or its reference, that is the same for all methods."""
     about = {k: v for k, v in task.to_dict().items() if k not in ("experiment", "method", "settings")}
     about |= {"seed": task.settings.get("seed"), "reference": reference, "jax": jax.__version__}
     about["source"] = networks.source()
@@ -286,7 +286,7 @@ def _name(task: Task, reference: str = "") -> str:
 
 
 def cached(folder: Path | None, name: str, compute: Callable[[], Any]) -> list[Any]:
-    """The leaves of what `compute` makes, from the disk where an earlier measurement left them."""
+    """The leaves that `compute` returns, read from disk if an earlier measurement left them there."""
     path = None if folder is None else folder / f"{name}.npz"
     if path is not None and path.is_file():
         with np.load(path) as file:

@@ -27,7 +27,7 @@ def differentiate(name: str, loss: Any, args: Any) -> Gradient:
 
     - `name`: one of `NAMES`, or with other numbers for K and B.
     - `loss`: of (params, x, target), a mean over the examples of x and target.
-    - `args`: what it will be called with; types do, but for what `needs_values` names.
+    - `args`: the arguments it will be called with; types suffice unless `needs_values`.
     """
     for pattern, make in _METHODS.items():
         found = re.fullmatch(pattern, name)
@@ -55,12 +55,12 @@ def _by(method: Any, certify: bool = False) -> Callable[..., Gradient]:
 
 
 def _certified(**settings: Any) -> Callable[..., Gradient]:
-    """TF32 rounds by 5e-4 in every layer: over a thousand a certificate says so, which is no alarm."""
+    """TF32 rounds by 5e-4 in every layer: a large certificate over a thousand layers is no alarm."""
     return _by(methods.Moonwalk(on_inexact="ignore", **settings), certify=True)
 
 
 def _accumulate(loss: Any, args: Any, count: int) -> Gradient:
-    """The mean over micro-batches, one after the other: what a user does whose batch does not fit."""
+    """The mean over micro-batches, one after the other, as a user does whose batch does not fit."""
     batch = args[1].shape[0]
     if batch % count:
         raise ValueError(f"accumulate-{count}: a batch of {batch} has no {count} equal parts")
@@ -79,7 +79,7 @@ def _accumulate(loss: Any, args: Any, count: int) -> Gradient:
 
 
 def _as_printed(fragment: Fragment | None = None, precision: Any = None) -> methods.Moonwalk:
-    """One walk over everything, whatever it takes and whatever comes of it."""
+    """One walk over everything, whatever its memory and its error."""
     return methods.Moonwalk(
         walk="always",
         tolerance=math.inf,

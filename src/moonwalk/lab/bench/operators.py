@@ -1,10 +1,10 @@
-"""Layers whose vijp is timed beside their vjp, one or more for each family of rules.
+"""Layers whose vijp and vjp are timed, one or more for each family of rules.
 
     vjp:   h' ↦ h = h' J          vijp:   h ↦ h' = h J⁺
 
-Both get what a forward pass left behind, and weights only as arguments: nothing is folded into
-constants. `whole` times a call that is given x, the weights and the cotangent, and makes all that it
-needs of them: bits, an inverse, a factorisation.
+Both get what a forward pass kept, and weights only as arguments, so that nothing is folded into
+constants. `whole` times a call that gets x, the weights and the cotangent, and computes everything from
+them: bits, an inverse, a factorisation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..training.names import lookup
 from . import measuring
 
 TOLERANCE = 1e-2
-"""Beyond which a recovered h' counts as wrong: products may be in TF32."""
+"""The error beyond which a recovered h' counts as wrong; products may be in TF32."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def _taps(*window: int) -> Callable[[Sizes], tuple[int, ...]]:
 
 
 def _unit_lower(w: Any) -> Any:
-    """Off-diagonals of a standard deviation of 1/√m: well conditioned."""
+    """Unit lower triangular; off-diagonals of standard deviation 1/√m keep it well conditioned."""
     return np.tril(w, -1) / np.sqrt(w.shape[-1]) + np.eye(w.shape[-1], dtype=w.dtype)
 
 
 def _kernel(tap: tuple[int, ...], pivot: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Small taps, and `pivot` of the one at `tap`."""
+    """A kernel of small taps, with `pivot` applied to the one at `tap`."""
 
     def make(w: Any) -> Any:
         w = w / np.sqrt(2 * np.prod(w.shape[:-1]))

@@ -1,8 +1,9 @@
-"""What Phase I keeps: M_x and M_θ of networks, Moonwalk's beside backpropagation's; and when it pays.
+"""What Phase I keeps: M_x and M_θ of networks, compared with what backpropagation keeps; and when it
+pays.
 
 M_x are the bytes that ∂y/∂x needs, M_θ those that ∂y/∂θ needs besides, as a plan counts them. What
-backpropagation keeps is read off JAX: the leaves of `jax.vjp`'s pullback, as far as they grow with the
-batch, which leaves out the weights.
+backpropagation keeps is read off JAX: the leaves of `jax.vjp`'s pullback that grow with the batch, which
+excludes weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .tasks import Task
 
 
 def residuals(task: Task) -> dict[str, Any]:
-    """Of a network, for all its layers together; nothing is compiled or run."""
+    """Residuals of all layers of a network; nothing is compiled or run."""
     network = networks.make(task)
     plan = gradient.plan(network.loss, *network.types())
     rows = list(plan.rows)
@@ -30,8 +31,8 @@ def residuals(task: Task) -> dict[str, Any]:
         r
         for r, after in zip(rows, [*rows[1:], None], strict=True)
         if after is None or after.depth <= r.depth
-    ]  # a scan's own row sums up those of its body
-    # A rule may keep less than ∂y/∂x as JAX has it: of MaxMin a bit per pair.
+    ]  # the row of a scan sums up those of its body
+    # A rule may keep less than JAX does for ∂y/∂x: for MaxMin, a bit per pair.
     own = sum((min(r.m_x, r.bytes) if r.mode == "walk" else r.m_x) * r.times for r in inner)
     double = networks.make(replace(task, batch=2 * task.batch))
     return {
@@ -57,16 +58,16 @@ def _pullback(network: networks.Network) -> int:
 # --- M_θ / M_x ----------------------------------------------------------------------------------------
 
 RATIOS = {0.25: (1, 4), 1.0: (1, 1), 4.0: (4, 1), 16.0: (16, 1), 32.0: (1, 0)}
-"""M_θ / M_x: (dense layers, smooth activations after them; 0 of these: |x|, which keeps a bit)."""
+"""M_θ / M_x: (dense layers, smooth activations after each; 0 for |x| instead, which keeps a bit)."""
 
 
 def smooth(x: Any) -> Any:
-    """Keeps a number per entry: its derivative is anything between 0.9 and 1.1."""
+    """An activation that keeps a number per entry, because its derivative varies between 0.9 and 1.1."""
     return x + 0.1 * jnp.sin(x)
 
 
 def ratio_loss(ratio: float) -> Any:
-    """Of orthogonal layers; `params`: [depth, n, n]."""
+    """A loss of orthogonal layers; `params`: [depth, n, n]."""
     layers, smooths = RATIOS[ratio]
 
     def loss(ws: Any, x: Any, target: Any) -> Any:

@@ -59,7 +59,7 @@ def _values(panel: Panel, along_y: bool) -> list[float]:
 
 
 def _room(panel: Panel) -> list[float]:
-    """The range of bars, with room for what stands behind them."""
+    """The range of bars, with room for the labels behind them."""
     values = _values(panel, True)
     if not panel.log_x:
         return [0, 1.4 * max(values)]
@@ -189,7 +189,7 @@ def _bars(panel: Panel) -> _Drawn:
 
 
 def _across(panel: Panel, along: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The line of reference, and its name."""
+    """The reference line, and its name."""
     if panel.reference is None:
         return [], []
     other = "x" if along == "y" else "y"

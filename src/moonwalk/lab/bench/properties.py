@@ -1,8 +1,8 @@
-"""The columns of the paper's Table 1 that are no orders, each from an experiment.
+"""The columns of the paper's Table 1 that are not orders, each checked by an experiment.
 
-- **variance**: ‖ĝ − g‖² / ‖g‖² on average over keys, for the method that takes one. The others are run
-  again in `growth`, and have to give the same bits.
-- **forward**: a network with a layer that has no reverse mode, a loop that runs until its data says so.
+- **variance**: ‖ĝ − g‖² / ‖g‖² on average over keys, for the method that takes a key. The others are run
+  twice in `growth`, and must give the same bits.
+- **forward**: a network with a layer that has no reverse mode: a loop whose length depends on data.
   Forward methods differentiate it; methods with a reverse pass cannot.
 - **submersive**: a network that is submersive and not invertible, from 16 features to 4 with |x|.
   Either the gradient is exact, or the method refuses. Moonwalk has to walk through it, and not to
@@ -73,7 +73,7 @@ def _network(activation: Any, between: Any = lambda x: x) -> Any:
 
 
 def variance(keys: int = KEYS) -> dict[str, Any]:
-    """Of `ProjectedForward`: a new key for every gradient."""
+    """The variance of `ProjectedForward`, with a new key for every gradient."""
     loss, args = _network(_leaky), (_weights(4, 4, 4), *_data(4, 4))
     truth = roughly(jax.grad(loss), *args)(*args)
     one = lambda key: gradient.value_and_grad(loss, method=ProjectedForward(key))(*args)[1]
@@ -84,7 +84,7 @@ def variance(keys: int = KEYS) -> dict[str, Any]:
     bias = _squares(jax.tree.map(lambda s, t: s.mean(0) - t, samples, truth))
     return {
         "variance": float(off / size),
-        "bias": float((bias / size) ** 0.5),  # an unbiased one's mean is off by about √(variance / keys)
+        "bias": float((bias / size) ** 0.5),  # if unbiased, its mean is off by about √(variance / keys)
         "variance_keys": keys,
         "variance_parameters": sum(leaf.size for leaf in jax.tree.leaves(truth)),
     }
@@ -99,7 +99,7 @@ def _squares(tree: Any) -> Any:
 
 @custom_vijp
 def _turned(x: Any) -> Any:
-    """Features moved on by three places, one at a time, until a number made from x says: enough."""
+    """Features rotated by three places, one at a time, in a loop whose end is computed from x."""
     enough = jnp.int32(2) + jnp.any(jnp.isfinite(x))
     again = lambda state: state[0] < enough
     move = lambda state: (state[0] + 1, jnp.roll(state[1], 1, axis=1))
@@ -115,7 +115,7 @@ def forward(method: str) -> dict[str, Any]:
     try:
         loss = _network(_leaky, _turned)
         fun = methods.differentiate(method, loss, args)
-        if method in ESTIMATES:  # what it returns is no matter here, only that it does
+        if method in ESTIMATES:  # only that it returns matters here, not what
             jax.eval_shape(fun, *args)
             return {"forward": True, "forward_why": "an estimate"}
         found = roughly(fun, *args)(*args)[1]
@@ -132,7 +132,7 @@ def forward(method: str) -> dict[str, Any]:
 def submersive(method: str) -> dict[str, Any]:
     loss, args = _network(jnp.abs), (_weights(*WIDTHS), *_data(WIDTHS[0], WIDTHS[-1], rows=256))
     try:
-        if method in WALKS:  # so small a network a plan would rather store
+        if method in WALKS:  # a plan would rather store such a small network
             fun = gradient.value_and_grad(loss, method=WALKS[method])
         else:
             fun = methods.differentiate(method, loss, args)

@@ -1,7 +1,7 @@
-"""All results as one HTML file that needs nothing else: plots to look into, tables, verdicts.
+"""All results as one self-contained HTML file: interactive plots, tables, verdicts.
 
-Plotly's script is inlined. A content security policy forbids the page every request, so that it
-cannot need a network, today or later.
+Plotly's script is inlined. A content security policy forbids all requests, so that the page never needs
+a network.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _plotly() -> str:
 
 
 def _facts(results: Sequence[Mapping[str, Any]]) -> str:
-    """What all results have in common stands on top; what they do not, at each experiment."""
+    """Facts that all results share are shown at the top; others with each experiment."""
     rows = []
     for name in _FACTS:
         if found := _common(results, name):
@@ -95,7 +95,7 @@ def _common(results: Sequence[Mapping[str, Any]], name: str) -> str | None:
 
 
 def _warning(results: Sequence[Mapping[str, Any]]) -> str:
-    """Whoever reads only the top should know of gradients that are wrong."""
+    """A warning about wrong gradients at the top of the page."""
     counts = {
         r["experiment"]: sum(verdict(x, r["records"]) == "WRONG" for x in r["records"]) for r in results
     }
@@ -146,7 +146,7 @@ def table(given: Table) -> str:
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns of numbers stand right, others left."""
+    """Columns of numbers are right-aligned, others left-aligned."""
     right = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
     cells = zip(columns, right, strict=True)
     head = "".join(f'<th class="{"number" if r else ""}">{html.escape(c)}</th>' for c, r in cells)
@@ -161,7 +161,7 @@ def _is_number(content: Any) -> bool:
     return content is None or isinstance(content, int | float) or str(content)[:1].isdigit()
 
 
-_TONES = {  # of what a cell begins with, after a number perhaps
+_TONES = {  # by the word that a cell begins with, perhaps after a number
     "wrong|unlike the paper": "bad",
     "as the paper|same|none|exact": "good",
     "less|inexact|refused": "fair",

@@ -1,4 +1,4 @@
-"""Tasks, each in a fresh process, one after the other; whatever becomes of it is a record."""
+"""Runs tasks one after the other, each in a fresh process; every outcome becomes a record."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Runner:
     - `platform`: "cpu" or "gpu".
     - `timeout`: seconds for one task.
     - `retry`: tasks that failed or took too long are measured again.
-    - `on_start`, `on_record`: told of every task before, and of its record after; `is_new` says whether
-        it was measured just now.
+    - `on_start`, `on_record`: called before each task, and with its record afterwards; `is_new` says
+        whether it was measured just now.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Runner:
         return found
 
     def _tell(self, task: Task, found: Record, is_new: bool) -> None:
-        """Once for every task: a search asks again for what the tasks before it found."""
+        """Report a record once per task, because a search asks again for records of earlier tasks."""
         if task.key not in self._told:
             self._told.add(task.key)
             self.on_record(found, is_new)
 
 
 def run(name: str, request: Request, runner: Runner) -> None:
-    """All of an experiment: its tasks, and what it searches for."""
+    """Run an experiment: its tasks and its search."""
     module = experiments.load(name)
     for task in planned(module, request):
         runner.run(task)
@@ -97,7 +97,7 @@ def in_process(task: Task, platform: str, cache: Path | None, timeout: float = T
     last = "\n".join(done.stderr.strip().splitlines()[-5:])
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
-        # A system out of memory kills with this signal, and says nothing.
+        # A system that is out of memory kills a process with this signal, without a message.
         killed = -done.returncode == signal.SIGKILL
         message = f"the process was ended by {name}" + (
             ": too little memory?" if killed else f": {last}"
@@ -111,7 +111,7 @@ def in_process(task: Task, platform: str, cache: Path | None, timeout: float = T
 def _worker(
     arguments: list[str], asked: str, platform: str | None, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Float32 unless a measurement says otherwise; the package that this module is of."""
+    """Environment of a worker: float32 unless a measurement says otherwise, and this very package."""
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE), env.get("PYTHONPATH"))))
     if platform == "cpu":
@@ -140,7 +140,7 @@ def header(device: str | None, request_quick: bool, commit: str = "") -> dict[st
 
 
 def current_commit() -> str:
-    """Of the package's own checkout; empty where it is none."""
+    """The commit of the package's checkout; empty if it is not in one."""
     command = ["git", "-C", str(_PACKAGE), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -150,5 +150,5 @@ def current_commit() -> str:
 
 
 def settings(request: Request) -> dict[str, Any]:
-    """What the header keeps of a request."""
+    """The settings of a request that the header records."""
     return asdict(request)

@@ -11,7 +11,7 @@ from typing import Any
 from .. import files
 from .tasks import Record, Task
 
-# Records of one file are of one device, one compiler and one set of sizes.
+# All records of a file must come from one device, one compiler and one set of sizes.
 SAME = ("platform", "device", "jax", "jaxlib", "quick")
 _SIZES = ("network", "variant", "method", "depth", "width", "length", "batch", "precision")
 _FIGURES = (
@@ -36,7 +36,7 @@ class Store:
     - `folder`: made if it is not there.
     - `experiment`
     - `header`: device, versions, commit, …; `SAME` must agree with the file's, if there is one.
-    - `fresh`: what the file has is forgotten.
+    - `fresh`: discard what the file has.
     """
 
     def __init__(self, folder: Path, experiment: str, header: dict[str, Any], *, fresh: bool = False):
@@ -62,7 +62,7 @@ class Store:
 
     def add(self, record: Record) -> None:
         """Add a record, or replace the one of the same task, and write the files."""
-        if self.commit != self.header.get("commit"):  # the file was begun by another
+        if self.commit != self.header.get("commit"):  # another commit began the file
             record = {**record, "extra": {**record["extra"], "commit": self.commit}}
         key = Task.from_dict(record["task"]).key
         if key in self._numbers:
@@ -93,7 +93,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def as_csv(records: list[Record]) -> str:
-    """The records as a table, without what only some experiments have."""
+    """The records as CSV, with the columns that all experiments share."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     writer.writerow([*_SIZES, *_FIGURES, "seconds", "seconds_low", "seconds_high", "runs"])
@@ -105,6 +105,6 @@ def as_csv(records: list[Record]) -> str:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file as a whole: a reader, or a crash, meets the old one or the new one."""
+    """Replace a file as a whole: readers and crashes find the old one or the new one."""
     with files.whole(path) as file:
         file.write(text)

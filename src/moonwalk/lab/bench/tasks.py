@@ -1,4 +1,4 @@
-"""What is asked for, what is measured, what is found: plain data that all of the bench shares.
+"""Requests, tasks, records and tables: plain data that the whole bench shares.
 
 An experiment (`experiments/<name>.py`) is a module with
 
@@ -7,8 +7,8 @@ An experiment (`experiments/<name>.py`) is a module with
 - `search(request, run) -> None`, if what to measure next depends on what was found: called after the
   tasks. `run(task) -> Record` measures, or finds the record that there is already;
 - `summary(records) -> list[Table]`: what was found, as tables;
-- `measure(task) -> dict`, if what it measures is not a gradient: run in the task's process, returns
-  fields of the record. Without it `measuring.measure` does that.
+- `measure(task) -> dict`, if it measures something other than a gradient: runs in the task's process and
+  returns fields of the record. By default that is `measuring.measure`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Request:
     - `platform`: "cpu" or "gpu"; a GPU gets the paper's sizes.
     - `quick`: the smallest sizes that still show something.
     - `residual`: `fig2` with skips.
-    - `limit_bytes`: of `depth` and `batch`; None: the experiment's own for the platform.
+    - `limit_bytes`: the limit for `depth` and `batch`; None: the experiment's default for the platform.
     - `seed`: of weights and data.
     - `data`: a folder, or a `.npz` file, with the images of `fig4`.
-    - `only`: words, one of which a task's description must have.
+    - `only`: words, one of which must occur in a task's description.
     """
 
     platform: str = "cpu"
@@ -90,7 +90,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Equal for equal tasks, also after a way through JSON."""
+        """A key that is equal for equal tasks, also after a round trip through JSON."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
     def with_settings(self, **more: Any) -> Task:
@@ -104,7 +104,7 @@ class Task:
 
 
 def record(task: Task, **found: Any) -> Record:
-    """The record of a task, with what was found and None for the rest."""
+    """The record of a task, with the given fields and None for the rest."""
     result: Record = {
         "task": task.to_dict(),
         "status": "ok",

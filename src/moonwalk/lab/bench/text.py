@@ -47,7 +47,7 @@ def line(record: Record) -> str:
 
 
 def compact(table: Table) -> Table:
-    """Without columns that have nothing."""
+    """The table without empty columns."""
     kept = [i for i in range(len(table.columns)) if any(row[i] is not None for row in table.rows)]
     return Table(
         table.title, [table.columns[i] for i in kept], [[r[i] for i in kept] for r in table.rows]

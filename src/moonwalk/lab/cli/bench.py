@@ -60,7 +60,7 @@ class Screen:
     def done(self, record: Record, is_new: bool) -> None:
         self.progress.advance(self.bar)
         count = self.progress.tasks[self.progress.task_ids.index(self.bar)].completed
-        self.total = max(self.total, int(count))  # a search finds more to do
+        self.total = max(self.total, int(count))  # a search may add tasks
         self.progress.update(self.bar, total=self.total, now="")
         style = STYLES[record["status"]] if is_new else "dim"
         line = text.line(record).partition(": ")[2]
@@ -72,7 +72,7 @@ class Screen:
             plain = text.lines(table)
             if max(map(len, plain)) + 2 * len(table.columns) <= self.console.width:
                 self.console.print(as_rich(table))
-            else:  # a narrow terminal wraps lines; figures that are cut off would be of no use
+            else:  # a narrow terminal wraps lines, since truncated figures would be useless
                 self.say("\n".join(["", *plain]))
 
 

@@ -54,7 +54,7 @@ def make(
 
 
 def check_value(loss: Any, args: list[Any], where: str, has_aux: bool) -> None:
-    """What the loss returns is a number, or with `has_aux` a pair of it and something."""
+    """Check that the loss returns a number, or with `has_aux` a pair of it and auxiliary data."""
     value = eqx.filter_eval_shape(loss, *args)
     is_pair = isinstance(value, tuple) and len(value) == 2
     if is_pair and not has_aux:
@@ -70,7 +70,7 @@ def check_value(loss: Any, args: list[Any], where: str, has_aux: bool) -> None:
 
 
 def find(where: str) -> Any:
-    """What 'module:name' names; the folder that one is in counts as a place for modules."""
+    """The object that 'module:name' names; modules are also searched in the current folder."""
     name, colon, attribute = where.rpartition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"expected module:function, got {where!r}; {HOW}")
@@ -90,7 +90,7 @@ def from_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that is there, and itself imports what is not, is another matter.
+        # An existing module that fails to import another one is a different error.
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise
         parent = error.name.rpartition(".")[0]
@@ -109,7 +109,7 @@ def from_file(path: Path) -> ModuleType:
         raise ValueError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: neighbours can be imported
     spec.loader.exec_module(module)
     return module
 

@@ -54,14 +54,14 @@ class Request:
     compare_memory: bool
 
     def identity(self, dataset: data.Dataset) -> dict[str, Any]:
-        """What makes this run another run than others, for its checkpoints."""
+        """What distinguishes this run from others, for its checkpoints."""
         names = (
             "model method optimizer rate schedule batch seed augment measure on_inexact steps_per_call"
         )
         found = {name: getattr(self, name) for name in names.split()}
         found["model settings"] = json.loads(json.dumps(self.model_settings, default=str))
         found["data"] = f"{dataset.name}, {dataset.digest()}"
-        if self.schedule != "constant":  # the rate depends on where the end is
+        if self.schedule != "constant":  # the rate depends on the number of steps
             found["steps"] = self.steps
         return found
 

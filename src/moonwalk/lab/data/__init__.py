@@ -1,4 +1,4 @@
-"""Data sets as NumPy arrays, and batches that depend on a seed and a step alone.
+"""Data sets as NumPy arrays, and batches that depend only on a seed and a step.
 
 Nothing is downloaded: MNIST-1D is generated, the others are read from files that the user names.
 """

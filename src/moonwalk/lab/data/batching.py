@@ -1,4 +1,4 @@
-"""Batches that depend on a seed and a step alone, so that a resumed run sees what it would have seen."""
+"""Batches that depend only on a seed and a step, so that a resumed run sees the same batches."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ SOURCE = (
 def cifar10(path: str | Path, *, cache: str | Path | None = None) -> Dataset:
     """CIFAR-10 (A. Krizhevsky, 2009): 50,000 + 10,000 images of 32 × 32 × 3, ten classes.
 
-    Read from images that went through JPEG the data set is another one, and its name says so.
+    Images that went through JPEG make a different data set, and its name says so.
 
     **Arguments:**
 
     - `path`: a folder that has the official archive, packed or unpacked, in its "python" or "binary"
         version, or `train/<class>/…` and `test/<class>/…` with images (this needs Pillow); or an archive
         of any of these.
-    - `cache`: a folder for what was decoded from images, which takes a while.
+    - `cache`: a folder for the decoded arrays, since decoding takes a while.
     """
     return read(Path(path), 10_000, None if cache is None else Path(cache))
 
@@ -181,7 +181,7 @@ def _empty(*_: Any) -> np.ndarray:
 
 
 def _latin1(text: str, _encoding: str) -> bytes:
-    """Bytes, as Python 3 writes them for Python 2."""
+    """Bytes, as Python 3 pickles them for Python 2."""
     return text.encode("latin1")
 
 
@@ -198,7 +198,7 @@ def _labels(labels: np.ndarray, where: str) -> np.ndarray:
 
 
 def _checked(found: Dataset, path: Path, per_batch: int) -> Dataset:
-    """A folder of images is CIFAR-10 only if it has its sizes and classes."""
+    """Check that a folder of images has the sizes and classes of CIFAR-10."""
     expected = (CLASSES, (5 * per_batch, 32, 32, 3), (per_batch, 32, 32, 3))
     actual = (found.classes, found.train_x.shape, found.test_x.shape)
     for what, want, have in zip(

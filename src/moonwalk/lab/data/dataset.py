@@ -14,9 +14,9 @@ from ...errors import DataError
 class Dataset:
     """A labelled data set, in memory, as it was stored.
 
-    Arrays are as small as their source (uint8 for images); a network is fed `normalise(x)`.
+    Arrays have the dtype of their source (uint8 for images); networks are given `normalise(x)`.
 
-    - `name`: what a result on this data may be called ("CIFAR-10 (image copy)" is not CIFAR-10).
+    - `name`: the name to report results under ("CIFAR-10 (image copy)" is not CIFAR-10).
     - `classes`: the names of the labels 0, 1, ….
     - `train_x`, `test_x`: `[examples, *in_shape]`, channels last, uint8 or float32.
     - `train_y`, `test_y`: `[examples]`, int32.
@@ -63,7 +63,7 @@ class Dataset:
 
     @property
     def in_shape(self) -> tuple[int, ...]:
-        """Of one example: what `moonwalk.models` take as `in_shape`."""
+        """The shape of one example, which `moonwalk.models` take as `in_shape`."""
         return self.train_x.shape[1:]
 
     def normalise(self, x: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ class Dataset:
         return (x.astype(np.float32) - mean) / std
 
     def take(self, train: int, test: int) -> Dataset:
-        """The first examples of both parts, for trials; the name says so."""
+        """A data set of the first examples of both parts, for trials; its name says so."""
         name = f"{self.name}, first {train} and {test}"
         x, y = self.train_x[:train], self.train_y[:train]
         return replace(
@@ -80,7 +80,7 @@ class Dataset:
         )
 
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that stand for all arrays: another data set has others."""
+        """Sixteen hexadecimal digits that identify the contents of all arrays."""
         found = hashlib.sha256()
         for a in (self.train_x, self.train_y, self.test_x, self.test_y):
             found.update(f"{a.dtype}{a.shape}".encode())

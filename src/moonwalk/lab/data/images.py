@@ -41,7 +41,7 @@ class Images:
     path: Path
 
     def stamp(self) -> str:
-        """Changes when the files do."""
+        """A stamp that changes when the files do."""
         paths = [self.path] if self.path.is_file() else [p for p in self.path.rglob("*") if p.is_file()]
         found = hashlib.sha256()
         for p in sorted(paths):

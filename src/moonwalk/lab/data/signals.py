@@ -40,9 +40,9 @@ def mnist1d(seed: int = 42, examples: int = 5000, train_fraction: float = 0.8) -
 
     **Arguments:**
 
-    - `seed`: of NumPy's `RandomState`, whose stream is the same for all time.
-    - `examples`: in all; a multiple of ten.
-    - `train_fraction`: the part of them that is for training.
+    - `seed`: the seed of NumPy's `RandomState`, whose stream never changes.
+    - `examples`: how many in total; a multiple of ten.
+    - `train_fraction`: the fraction used for training.
 
     **Example:**
 
@@ -75,7 +75,7 @@ def mnist1d(seed: int = 42, examples: int = 5000, train_fraction: float = 0.8) -
 def generate(seed: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
     """(x [examples, 40] in float64, y [examples] in int32), shuffled, of mean 0 and deviation 1."""
     from scipy.ndimage import (
-        gaussian_filter1d,  # a fifth of a second, which importing moonwalk should not take
+        gaussian_filter1d,  # imported here because it takes a fifth of a second
     )
 
     random = np.random.RandomState(seed)
@@ -85,7 +85,7 @@ def generate(seed: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
     shears = np.empty(examples)
     noise, grain = np.empty((examples, LENGTH)), np.empty((examples, LENGTH))
     low, high = PADDING
-    # The stream is shared by draws of several kinds, so they are drawn one example at a time.
+    # Several kinds of draws share the stream, so examples are drawn one at a time.
     for i, label in enumerate(y):
         zeros = low + int(random.rand() * (high - low + 1))
         padded = np.concatenate([signals[label] + 1e-8, np.zeros(zeros)])

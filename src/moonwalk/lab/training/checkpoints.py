@@ -1,8 +1,8 @@
-"""States of a run on disk, written by orbax: each is there whole or not at all.
+"""States of a run on disk, written by orbax, each whole or not at all.
 
-A folder belongs to one run. Beside its arrays a checkpoint holds what the run was (settings), what the
-arrays are (names and types) and a digest of their bytes, so that a folder of another run, or a damaged
-one, is told apart before anything is trained on it.
+A folder belongs to one run. Besides its arrays a checkpoint holds the run's settings, the names and
+types of the arrays, and a digest of their bytes, so that a folder of another run, or a damaged one, is
+recognised before training goes on.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ... import settings as settings_
 from ...errors import CheckpointError
 from .. import files
 
-_OVERHEAD = 2**20  # bytes that a checkpoint takes beside its arrays, and to spare
+_OVERHEAD = 2**20  # a generous bound on what a checkpoint takes besides its arrays
 
 
 class Saved(NamedTuple):
-    """What is needed to go on."""
+    """What is needed to resume."""
 
     state: Any
     step: int
@@ -43,8 +43,8 @@ class Checkpoints:
     **Arguments:**
 
     - `folder`: made if it is not there.
-    - `settings`: whatever makes this run another run than others; names, numbers, strings.
-    - `resume`: whether to go on from checkpoints that are there. Without it they are an error.
+    - `settings`: whatever distinguishes this run from others; names, numbers, strings.
+    - `resume`: whether to go on from existing checkpoints. Without it, they are an error.
     - `keep`: how many to keep.
     """
 
@@ -63,7 +63,7 @@ class Checkpoints:
         self.folder = files.folder(folder).absolute()
         self.settings = {str(k): v for k, v in settings.items()}
         self.protected: set[int] = set()
-        self.needs: dict[int, int] = {}  # from which step's weights a checkpoint's plan was made
+        self.needs: dict[int, int] = {}  # the step from whose weights a checkpoint's plan was made
         options = orbax.CheckpointManagerOptions(
             create=True, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
@@ -75,7 +75,7 @@ class Checkpoints:
             )
 
     def steps(self) -> list[int]:
-        """After which steps there are whole checkpoints."""
+        """The steps after which there are complete checkpoints."""
         return sorted(self.manager.all_steps())
 
     @property
@@ -83,7 +83,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, saved: Saved, *, protect: bool = False) -> None:
-        """Write one, and drop the oldest. `protect`: not this one, as long as the run lasts."""
+        """Write a checkpoint and drop the oldest. `protect`: keep this one as long as the run lasts."""
         if protect:
             self.protected = {saved.step}
         if saved.step in self.steps():
@@ -120,7 +120,7 @@ class Checkpoints:
                 self.manager.delete(step)
 
     def _require_room(self, size: int) -> None:
-        """Asked before anything is written: on a full disk orbax's threads print tracebacks."""
+        """Checked before writing, because on a full disk orbax's threads print tracebacks."""
         if shutil.disk_usage(self.folder).free < size + _OVERHEAD:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -191,7 +191,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """The first error is raised, and says all: those of orbax's other threads are not logged besides."""
+    """Silence the errors of orbax's other threads: the first one is raised, and says everything."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -199,7 +199,7 @@ def _quiet_threads() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # tasks whose errors nobody asked for log them when they are collected
+        gc.collect()  # tasks whose errors were never read log them when they are collected
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

@@ -23,9 +23,10 @@ def write_csv(path: str | Path, records: Sequence[Record]) -> None:
 
 
 def read_csv(path: str | Path) -> list[Record]:
-    """What `write_csv` or a `Log` wrote, but for a torn last line; nothing where there is no file.
+    """Read what `write_csv` or a `Log` wrote, except an incomplete last line; nothing without a file.
 
-    A file that holds anything else is an error: it may be somebody's, and is not to be replaced.
+    Any other content is an error, because the file may belong to something else and must not be
+    replaced.
     """
     path = Path(path)
     if not path.exists():
@@ -66,12 +67,13 @@ def _not_ours(path: Path, why: str) -> DataError:
 
 
 class Log:
-    """A CSV file that grows by a line per step, and goes on where a resumed run does.
+    """A CSV file that grows by a line per step, and continues with a resumed run.
 
     **Arguments:**
 
     - `path`: of the file.
-    - `until`: the step that a run resumes after; later lines are of steps that are taken again.
+    - `until`: the step after which a run resumes; later lines are dropped, as their steps are taken
+        again.
     """
 
     def __init__(self, path: str | Path, until: int = 0):
@@ -90,7 +92,7 @@ def _cells(record: Record) -> list[str]:
 
 
 def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping[str, int]) -> None:
-    """Loss and accuracy of some runs over their steps, and the memory that each took, as a picture."""
+    """Draw loss and accuracy of some runs over their steps, and the memory that each took."""
     try:
         import matplotlib
     except ImportError as error:
@@ -100,7 +102,7 @@ def plot(path: str | Path, runs: Mapping[str, Sequence[Record]], memory: Mapping
 
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     colours = dict(zip(runs, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    styles = dict(zip(runs, ("-", "--", "-.", ":"), strict=False))  # curves may lie on each other
+    styles = dict(zip(runs, ("-", "--", "-.", ":"), strict=False))  # curves may coincide
     for name, records in runs.items():
         look: dict[str, Any] = {"color": colours[name], "ls": styles[name]}
         loss = _smooth([r.loss for r in records])

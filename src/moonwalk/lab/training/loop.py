@@ -35,10 +35,10 @@ class Result:
 
     model: Any
     opt_state: Any
-    records: tuple[Record, ...]  # of this call; a resumed run's begin where it resumed
-    plan: Plan | None  # of the last steps; None where there is none to make
-    temp_bytes: int  # of a program of `steps_per_call` steps, beside its arguments
-    backprop_bytes: int | None  # of the same by backpropagation, with `compare_memory`
+    records: tuple[Record, ...]  # those of this call; a resumed run's begin where it resumed
+    plan: Plan | None  # the plan of the last steps; None if the method has none
+    temp_bytes: int  # for a program of `steps_per_call` steps, besides its arguments
+    backprop_bytes: int | None  # the same for backpropagation, with `compare_memory`
     replans: int
 
 
@@ -73,19 +73,19 @@ def fit(
         `[batch, classes]`. Its inexact arrays are trained.
     - `dataset`: of `moonwalk.data`.
     - `optimizer`: of optax, or `training.optimizer(name, rate, ...)`.
-    - `steps`: in all, those of earlier runs included.
+    - `steps`: the total number, including those of earlier runs.
     - `method`: a name of `training.METHODS`, or what `moonwalk.value_and_grad` takes.
     - `batch`, `seed`: see `data.indices`.
-    - `augment`: a function (key, x) of a batch as the data set stores it, such as
+    - `augment`: a function (key, x), applied to batches as the data set stores them, such as
         `training.flip_and_crop`.
     - `measure`: plan from the model's values, for weights that are not declared (README, *Plans from
         concrete weights*).
     - `on_inexact`: "stop" raises `InexactError` at a step whose certificate exceeds the plan's
-        tolerance; "replan" plans that step anew from the weights that it starts from, with more anchors
+        tolerance; "replan" makes a new plan for that step from its starting weights, with more anchors
         each time, and stops only if an anchor at every layer does not help.
-    - `steps_per_call`: steps that run as one program, without a look at them in between. More is
-        faster on a GPU.
-    - `evaluate_every`: after how many steps the test examples are looked at; None: after the last.
+    - `steps_per_call`: how many steps run as one program, unobserved. Larger numbers are faster on a
+        GPU.
+    - `evaluate_every`: after how many steps the test examples are evaluated; None: only after the last.
     - `compare_memory`: also compile the program for backpropagation, to compare memory.
     - `checkpoints`, `checkpoint_every`: where states are saved, after how many steps (None: after the
         last); training goes on from the last one there.
@@ -157,7 +157,7 @@ def fit(
         if applied < count:
             _stop(step, metrics, applied, trainer, checkpoints, on_inexact, retries)
             retries, replans = retries + 1, replans + 1
-            if checkpoints is not None:  # later checkpoints need these weights for their plan
+            if checkpoints is not None:  # later checkpoints refer to these weights for their plan
                 checkpoints.save(Saved(trainer.state, step, seconds, planned), protect=True)
             planned = (step, retries)
             trainer.plan(trainer.state.params, step, retries, measure=True)
@@ -208,7 +208,7 @@ class _Trainer:
         return isinstance(self.method, Backprop)
 
     def plan(self, params: Any, step: int, attempt: int, measure: bool) -> None:
-        """Decide how to differentiate: at `params`, with the batch of `step`."""
+        """Plan how to differentiate at `params`, with the batch of `step`."""
         if isinstance(self.method, Unplanned):
             return
         self.programs.clear()
@@ -274,8 +274,8 @@ class _Trainer:
 def stricter(method: Any, tolerance: float, attempt: int) -> Any:
     """The settings for another attempt at a step whose walk was less exact than `tolerance`.
 
-    First gains are only measured anew; then the plan may predict a hundredth of the error; and then
-    there is an anchor at every layer.
+    The first attempt only measures gains again; the second allows the plan a hundredth of the error; the
+    third puts an anchor at every layer.
     """
     if attempt <= 1:
         return method
@@ -329,7 +329,7 @@ def _stop(
 
 
 def _check_logits(params: Any, static: Any, dataset: Dataset, batch: int) -> None:
-    """A label without a logit has no loss: what comes out of it is NaN, which no rate would cure."""
+    """Refuse labels without a logit: their loss is NaN, which no learning rate would cure."""
     x = jax.ShapeDtypeStruct((batch, *dataset.in_shape), jnp.float32)
     out = jax.eval_shape(lambda p, x: eqx.combine(p, static)(x), params, x)
     shape, classes = getattr(out, "shape", None), len(dataset.classes)

@@ -77,7 +77,7 @@ def lookup(kind: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def nearest(kind: str, name: str, names: Iterable[str]) -> str:
-    """What to say to a name that is none of `names`."""
+    """The error message for a name that is not in `names`."""
     names = list(names)
     close = difflib.get_close_matches(str(name), names, 1, 0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."

@@ -1,4 +1,4 @@
-"""What is known of one step of training."""
+"""The record of one training step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Record:
-    """One step; `test_loss` and `test_accuracy` where the test examples were looked at after it."""
+    """One step, with `test_loss` and `test_accuracy` if the test examples were evaluated after it."""
 
     step: int  # steps done, this one included
     loss: float

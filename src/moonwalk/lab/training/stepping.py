@@ -2,8 +2,8 @@
 
 A step is a pure function of the state and its number: the batch and the keys of the augmentation follow
 from (seed, number). A step whose loss or gradients are not finite, or whose certificate exceeds the
-tolerance, leaves the state as it was, and so do the steps after it in the same program: a caller that
-looks at the metrics afterwards can go on from there.
+tolerance, leaves the state unchanged, and so do the steps after it in the same program: a caller that
+reads the metrics afterwards can go on from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Of each step of a program."""
+    """Metrics of each step of a program."""
 
     loss: Array
     accuracy: Array
@@ -88,7 +88,7 @@ def differentiated(loss: Loss, method: Any) -> Callable[..., tuple[tuple[Array, 
 
 
 def quiet(method: Any) -> Any:
-    """The same method, which leaves it to the loop to judge certificates."""
+    """The same method, except that the loop judges its certificates."""
     if isinstance(method, Plan):
         return replace(method, method=quiet(method.method))
     judges = any(field.name == "on_inexact" for field in fields(method))
@@ -144,7 +144,7 @@ def all_finite(tree: Any) -> Array:
 def make_evaluate(
     loss: Loss, normalise: Callable[[Array], Array], batch: int
 ) -> Callable[[Any, Examples], tuple[Array, Array]]:
-    """A function (params, examples) -> (mean loss, accuracy), some examples at a time."""
+    """A function (params, examples) -> (mean loss, accuracy) that runs over chunks of examples."""
 
     def evaluate(params: Any, examples: Examples) -> tuple[Array, Array]:
         count = len(examples.y)
@@ -170,5 +170,5 @@ def compiled(fun: Callable[..., Any], *args: Any, donate: bool = False) -> Any:
 
 
 def temporaries(program: Any) -> int:
-    """Bytes that a compiled program takes beside its arguments and results."""
+    """Bytes that a compiled program takes besides its arguments and results."""
     return int(program.memory_analysis().temp_size_in_bytes)

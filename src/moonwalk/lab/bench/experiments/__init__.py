@@ -1,4 +1,4 @@
-"""The experiments by name; `moonwalk.lab.bench.tasks` says what such a module has."""
+"""The experiments by name; `moonwalk.lab.bench.tasks` describes what such a module contains."""
 
 from __future__ import annotations
 

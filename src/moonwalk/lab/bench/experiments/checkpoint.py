@@ -1,8 +1,8 @@
-"""`Checkpoint` beside `jax.checkpoint` written by hand in the same places: temporaries and time.
+"""`Checkpoint` against `jax.checkpoint` written by hand in the same places: temporaries and time.
 
-"checkpoint-8" are eight segments, "jax-checkpoint-8" is `jax.checkpoint` around each of eight runs of
-layers (of a scan: a scan over checkpointed scans). "block": around every layer, which is a product and
-its activation where layers are dense, and else a block of the network. "sqrt": about the root of the
+"checkpoint-8" has eight segments; "jax-checkpoint-8" has `jax.checkpoint` around each of eight runs of
+layers (for a scan: a scan over checkpointed scans). "block": around every layer, which is a product and
+its activation if layers are dense, and otherwise a block of the network. "sqrt": about the root of the
 depth.
 """
 
@@ -30,7 +30,7 @@ def tasks(request: Request) -> list[Task]:
     elif request.on_gpu:
         sizes = {"dense": DENSE} | {n: networks.SIZES[n]["full"] for n in ("gpt", "resnet")}
         segments, words = SEGMENTS, {"gpt": "bfloat16", "resnet": "bfloat16"}
-    else:  # of what people train, sizes that a CPU runs in seconds
+    else:  # networks that people train, at sizes that a CPU runs in seconds
         sizes = {"dense": DENSE}
         sizes |= {"gpt": {"depth": 12, "width": 64, "length": 256, "batch": 8}}
         sizes |= {"resnet": {"depth": 16, "width": 8, "length": 64, "batch": 16}}
@@ -90,6 +90,6 @@ def _time(record: Any) -> float | None:
 
 
 def _beside(both: Sequence[Any], figure: Any) -> list[Any]:
-    """Ours, theirs, and how many times theirs ours is."""
+    """Ours, theirs, and the ratio of ours to theirs."""
     ours, theirs = map(figure, both)
     return [ours, theirs, ours / theirs if ours is not None and theirs else None]

@@ -34,7 +34,7 @@ class Sizes:
 
 
 def settings(request: Request, **more: Any) -> dict[str, Any]:
-    """Of a measurement that runs, beside its reference."""
+    """Settings of a measurement that runs, and of its reference."""
     found: dict[str, Any] = {"reference": "highest" if request.on_gpu else "float64"}
     found["repeats"] = 3 if request.quick else 5
     if request.seed:
@@ -62,7 +62,7 @@ def maker(experiment: str, network: str, sizes: Sizes, request: Request) -> Call
 
 
 def row(record: Record, records: Sequence[Record]) -> list[Any]:
-    """A record under `COLUMNS`; whether its gradient is right is judged beside the others."""
+    """A record as a row under `COLUMNS`; its gradient is judged against the other records."""
     task, seconds = record["task"], record["seconds"] or {}
     times = [seconds.get(name) for name in ("median", "low", "high")]
     return [
@@ -92,18 +92,18 @@ def by_variant(records: Sequence[Record], extra: Mapping[str, str] = {}) -> list
 
 
 def run_largest(task: Task, run: Run, reference: str) -> Record | None:
-    """Search, then run what was found; None where nothing fits."""
+    """Search, then run what was found; None if nothing fits."""
     found = run(task)
     over, size = task.settings["search"]["over"], found["extra"].get("largest")
     if not size:
         return None
     settings = {k: v for k, v in task.settings.items() if k != "search"}
-    settings |= {"reference": reference, "repeats": 2}  # what fills a card takes seconds
+    settings |= {"reference": reference, "repeats": 2}  # networks that fill a card take seconds
     return run(replace(task, **{over: size}, settings=settings))
 
 
 def largest(records: Sequence[Record], over: str) -> list[Table]:
-    """A table for every network: what each method reaches, and what it is like there."""
+    """A table for every network: the size that each method reaches, and its figures there."""
     searches = [r for r in records if "search" in r["task"]["settings"]]
     runs = {_place(r["task"], r["task"][over]): r for r in records if r not in searches}
     columns = ("method", over, "in all, bytes", "seconds", "low", "high", "gradient error", "gradient")

@@ -2,7 +2,7 @@
 
 A program fits if its arguments, results and temporaries together are within the limit: parameters and
 gradients count. The paper's limit is a card of 24 GB, its network the 1D one of Fig. 3. Searches stop at
-a depth beyond which nothing is learned; a method that gets there is not the limit.
+a maximal depth; a method that reaches it may go deeper.
 """
 
 from __future__ import annotations

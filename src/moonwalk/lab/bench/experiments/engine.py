@@ -1,11 +1,12 @@
-"""The engine beside backpropagation and `jax.checkpoint` by hand, network by network.
+"""The engine against backpropagation and handwritten `jax.checkpoint`, network by network.
 
-Orthogonal dense layers, scanned and in a loop; the same with twice the layers, for what one more costs;
-MaxMin, which keeps a bit per pair; a U-Net of such layers; and networks that cannot be walked, where a
-plan should take no more than checkpointing does. Memory needs no run, and is that of 16,384 rows, on a
-GPU of 131,072: there XLA joins products smaller than 32 MB into one over a copy of both operands, and
-each library call has a workspace of 32 MiB, which with states of 16 MiB would be a third of the figure.
-Times on a CPU are those of 4,096 rows. Moonwalk's records have the plan's rows and `predicted_bytes`.
+The networks are orthogonal dense layers, scanned and in a loop; the same with twice the layers, to see
+what one more layer costs; MaxMin, which keeps a bit per pair; a U-Net of such layers; and networks that
+cannot be walked, for which a plan should take no more than checkpointing. Memory is read without
+running, at 16,384 rows, or 131,072 on a GPU: there XLA joins products smaller than 32 MB into one over a
+copy of both operands, and each library call has a workspace of 32 MiB, which with states of 16 MiB would
+be a third of the figure. Times on a CPU are for 4,096 rows. Moonwalk's records have the plan's rows and
+`predicted_bytes`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _place(record: Record) -> tuple[int, int]:
 
 
 def _added(group: Sequence[Record]) -> list[str]:
-    """What a layer costs, where Moonwalk was measured at several depths."""
+    """What one more layer costs, if Moonwalk was measured at several depths."""
     found: dict[int, list[tuple[int, int]]] = {}
     for r in group:
         task: Any = r["task"]

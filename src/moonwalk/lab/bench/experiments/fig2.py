@@ -1,8 +1,8 @@
 """The paper's Fig. 2: memory and time of a 2D pyramid over its depth.
 
-Beside the network as printed (triangular pivots, no word on slopes) stands the stable one, whose pivots
-are identities. "moonwalk-as-printed" walks over everything without anchors, as the paper does: where
-rounding error grows, the gradient's error says so. "moonwalk" plans, and keeps within its tolerance; on
+The network as printed (triangular pivots; slopes are not given) is compared with a stable one, whose
+pivots are identities. "moonwalk-as-printed" walks over everything without anchors, as the paper does; if
+rounding error grows, the gradient's error shows it. "moonwalk" plans and stays within its tolerance; on
 this network it may find that walking does not pay.
 """
 

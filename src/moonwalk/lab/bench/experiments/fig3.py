@@ -1,8 +1,8 @@
 """The paper's Fig. 3: memory and time of a 1D network of stride 1 over its depth, with fragments.
 
-Spans of 4, 8 and 16 in grids that move from layer to layer, beside the paper's ("aligned"), which stay.
-All of them walk over the whole network, whatever error that brings; "moonwalk" plans, from types alone,
-and "moonwalk-measured" from the weights.
+Spans of 4, 8 and 16 in grids that move from layer to layer, compared with the paper's ("aligned"), which
+do not move. All of them walk over the whole network, whatever the error; "moonwalk" plans from types
+alone, and "moonwalk-measured" from the weights.
 """
 
 from __future__ import annotations

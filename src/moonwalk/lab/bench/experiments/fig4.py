@@ -1,9 +1,9 @@
 """The paper's Fig. 4: does the constraint that makes convolutions submersive cost accuracy?
 
 With images (`--data`) it trains the residual CNN of ten layers; without, a small stand-in that needs no
-download: the 1D network on MNIST-1D, for a few hundred steps. That is not the accuracy of Fig. 4, only
-the same question. A record's `extra` has the `data` set, the `curve` as pairs of (epoch or step, test
-accuracy), which of both is its `axis`, and the last `test_accuracy`.
+download: the 1D network on MNIST-1D, for a few hundred steps. That does not measure the accuracy of Fig.
+4, only answers the same question. A record's `extra` has the `data` set, the `curve` as pairs of (epoch
+or step, test accuracy), its `axis` (which of the two), and the last `test_accuracy`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..tasks import Record, Request, Table, Task
 
 TITLE = "Fig. 4: accuracy with constrained convolutions (without --data: a stand-in on MNIST-1D)"
 STAND_IN = "conv1d_cnn"
-EVERY = 25  # steps between looks at the test signals
+EVERY = 25  # steps between evaluations on the test signals
 
 
 def tasks(request: Request) -> list[Task]:

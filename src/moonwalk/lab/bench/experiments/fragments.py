@@ -1,9 +1,9 @@
-"""Fragments of cotangents on the paper's 1D network, looped and scanned, beside `jax.checkpoint`.
+"""Fragments of cotangents on the paper's 1D network, looped and scanned, against `jax.checkpoint`.
 
-Spans are walked over the whole network, whether or not a plan would find another way cheaper. Products
-of the walk are in true float32 where that is needed; "-default" leaves them in the device's own
-precision (TF32), and "-aligned" has the paper's grids, which stay from layer to layer. `fig3` has the
-same network over its depth.
+Spans walk over the whole network, even if a plan would find another way cheaper. Products of the walk
+use true float32 where that is needed; "-default" leaves them in the device's default precision (TF32),
+and "-aligned" uses the paper's grids, which do not move from layer to layer. `fig3` varies the depth of
+the same network.
 """
 
 from __future__ import annotations

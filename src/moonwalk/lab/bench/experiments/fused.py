@@ -1,8 +1,8 @@
-"""`fused_update` beside a gradient and an update after it: what a training step holds.
+"""`fused_update` against a gradient followed by an update: the memory of a training step.
 
 16 layers of 1024 × 1024 on 64 rows, so that parameters outweigh activations. Parameters and states are
-donated; what a step holds beside them is its results and temporaries, less what they share with the
-arguments: `temp_bytes` of the record. Nothing runs.
+donated; besides them a step holds its results and temporaries, less what these share with the arguments:
+`temp_bytes` of the record. Nothing runs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def unfused(loss: Any, optimizer: Any) -> Any:
 
 
 def held(step: Any, optimizer: Any, params: Any, *data: Any) -> int:
-    """Bytes beside donated arguments: output + temp − alias."""
+    """Bytes besides donated arguments: output + temp − alias."""
     state = jax.eval_shape(optimizer.init, params)
     program = _jax.compiled(jax.jit(step, donate_argnums=(0, 1)), params, state, *data)
     m = program.memory_analysis()

@@ -1,8 +1,8 @@
 """Isometric networks on MNIST-1D: do they train by Moonwalk as they do by backpropagation?
 
-100 layers from the same seeds with the same batches by either method, which is a question of several
-seeds: two runs of one method on a GPU already end a point apart. And some steps through 1,000 layers, by
-checkpointing too, for the memory of a training step. Records are those of `fig4`.
+Both methods train 100 layers from the same seeds with the same batches. That takes several seeds,
+because even two runs of one method on a GPU end a point apart. A few steps with 1,000 layers, also by
+checkpointing, measure the memory of a training step. Records are those of `fig4`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _figures(group: Sequence[Record]) -> list[Any]:
 
 
 def _apart(methods: dict[str, list[Record]]) -> list[str]:
-    """How far both methods end from each other, seed by seed."""
+    """How far apart the two methods end, seed by seed."""
     ends = [
         {
             r["task"]["settings"]["seed"]: 100 * r["extra"]["test_accuracy"]

@@ -3,9 +3,9 @@
 `jax.jit(fun).trace(*types).lower()` of `jax.value_and_grad(loss)`, of `moonwalk.value_and_grad(loss)`,
 and of the latter with a plan that was made beforehand, in one process, in turns. Nothing is compiled or
 run, so networks have their full size on any machine. Caches are cleared before each: every time is that
-of a first call. A record's `extra` has the `ways`, each with its `seconds` and `traces`, how often it
-calls the loss, and the `plan_seconds` that a plan takes by itself. Seconds are the process's own: one
-thread does it all, and what else a machine does is left out.
+of a first call. A record's `extra` has the `ways`, each with its `seconds` and `traces` (how often it
+calls the loss), and the `plan_seconds` that planning alone takes. Seconds are CPU time of the process:
+one thread does all the work, and other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(task: Task) -> dict[str, Any]:
     warnings.simplefilter("ignore", PlanWarning)
     network = networks.make(task)
     types = network.types()
-    jax.jit(jax.value_and_grad(network.loss)).trace(*types).lower()  # imports, and what loads lazily
+    jax.jit(jax.value_and_grad(network.loss)).trace(*types).lower()  # triggers imports and lazy loading
     begun = time.process_time()
     plan = gradient.plan(network.loss, *types)
     plan_seconds = time.process_time() - begun
@@ -76,7 +76,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def lowered(make: Callable[[Any], Any], loss: Any, types: Any) -> tuple[float, int]:
-    """(seconds, how often the loss was called) of one call that finds nothing in caches."""
+    """(seconds, how often the loss was called) for one call with empty caches."""
     calls = 0
 
     def counted(params: Any, x: Any, target: Any) -> Any:

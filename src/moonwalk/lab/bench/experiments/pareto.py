@@ -1,8 +1,8 @@
 """Memory against time: every method and setting on one network of orthogonal layers and |x|.
 
-Methods that take one pass per number (of the parameters, or of the first state) run where the network is
-small; elsewhere they would not end. |x| has no inverse: what `Reversible` takes is shown on the same
-layers with a leaky ReLU, beside the two it is compared with.
+Methods that take one pass per number (of the parameters, or of the first state) only run where the
+network is small; otherwise they would not end. |x| has no inverse, so `Reversible` is measured on the
+same layers with a leaky ReLU, together with the two methods it is compared with.
 """
 
 from __future__ import annotations

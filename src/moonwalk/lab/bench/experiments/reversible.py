@@ -1,7 +1,7 @@
-"""A reversible transformer, inverted: memory and time beside backpropagation and `jax.checkpoint`.
+"""An inverted reversible transformer: memory and time against backpropagation and `jax.checkpoint`.
 
-On a GPU the sizes are those of a small vision transformer; on a CPU they are tiny, and only memory means
-anything. Certificates of the inverted states are in the records' `extra`.
+On a GPU the sizes are those of a small vision transformer; on a CPU they are tiny, and only the memory
+is meaningful. Certificates of the inverted states are in the records' `extra`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Moonwalk(checkpoint=...)`: walks in segments, over a thousand layers and more.
 
-Isometric convolutions run, and their certificates are kept (`extra`); of orthogonal dense layers only
-the memory is read. Beside them stands `jax.checkpoint` by hand around runs of layers.
+Isometric convolutions are run, and their certificates recorded (`extra`); for orthogonal dense layers
+only the memory is read. Both are compared with `jax.checkpoint` written by hand around runs of layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tasks(request: Request) -> list[Task]:
     methods += [f"moonwalk-checkpoint-{runs}", "moonwalk-checkpoint", "moonwalk-checkpoint-certified"]
     if request.on_gpu:
         methods.append("moonwalk-checkpoint-certified-highest")
-    # What fills a card is compared with what fits beside it.
+    # A network that fills a card is compared with a reference that fits beside it.
     kind = "same" if request.on_gpu else "float64"
     found = [make("", m, depth=layers, reference=kind, repeats=3) for m in methods]
     dense = common.Sizes(width=16, batch=256) if request.quick else common.Sizes(width=256, batch=2**14)

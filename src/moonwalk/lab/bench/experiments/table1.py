@@ -2,8 +2,8 @@
 
 Every method is one task, in a process of its own: `growth` compiles and runs it at several sizes of one
 network, `properties` does the small experiments behind the columns "high-variance", "forward" and
-"submersive". Two more tasks are about Phase I (`phase_one`): what networks keep, and where Moonwalk
-begins and ends to pay. Memory comes from compiled programs, of which those that are deep never run.
+"submersive". Two more tasks are about Phase I (`phase_one`): what networks keep, and from where to where
+Moonwalk pays. Memory is read from compiled programs; the deep ones are never run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..tasks import Record, Request, Table, Task
 
 TITLE = "Table 1: how memory and time grow, beside the paper's orders"
 
-Exponent = float | tuple[float, float]  # of a sum of terms: that of the least and of the largest
+Exponent = float | tuple[float, float]  # for a sum of terms: the smallest and the largest exponent
 
 # In depth L, width n (with d = n² parameters a layer), parameters d at fixed n, and batch. The paper
 # leaves out the batch, in which all methods are linear. M_x and M_θ of these layers are n numbers or
@@ -104,7 +104,7 @@ _FACTORS = {
     "cpu": {"depth": (1, 2, 4), "width": (1, 2, 4), "parameters": (1, 2, 4), "batch": (1, 2, 4)},
     "quick": {"depth": (1, 4), "width": (1, 2), "parameters": (1, 4), "batch": (1, 4)},
 }
-# Compiled, and never run: states so large, and parameters so few, that memory is that of states.
+# Compiled but never run, with states so large and parameters so few that states dominate memory.
 _DEEP = Size(0, 16, 4, 2**20)
 _DEPTHS = {
     "gpu": (4, 16, 64, 256, 1024, 4096),
@@ -182,7 +182,7 @@ NETWORKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("signal", "slope 0.3", {"depth": 20, "width": 256, "length": 2048, "batch": 128}),
     ("isometric", "", {"depth": 64, "width": 256, "length": 2048, "batch": 128}),
 )
-"""At the sizes of the paper on any device: nothing of this is compiled."""
+"""The paper's sizes on any device, because nothing is compiled."""
 
 
 def _residuals(task: Task) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def summary(records: Sequence[Record]) -> list[Table]:
 
 
 def short(method: str) -> str:
-    """The paper speaks of one example: its pure-forward variant is the one per example."""
+    """The paper's name of a method; its pure-forward variant is the per-example one."""
     return method.removesuffix("-per-example")
 
 
@@ -262,7 +262,7 @@ def _exponent(record: Record, figure: str, axis: str, paper: Exponent) -> tuple[
         return f"not measured: {record['status']}", record["status"]
     name = _FIGURES[figure]
     points = [p for p in record["extra"]["points"] if p["axis"] == axis and p[name] is not None]
-    # Whatever else runs on the machine only adds: the fastest run is the one that shows the growth.
+    # Other load on the machine only adds time, so the fastest run shows the growth best.
     ys = [p[name]["low"] if figure == "time" else p[name] for p in points]
     fit = fits.growth([p["size"] for p in points], ys)
     found = fits.compare(fit and fit.exponent, paper)
@@ -282,7 +282,7 @@ _CAPTIONS = {
     "time": f"The fastest of several runs. {_HOW} Times also show what orders leave out: fixed costs, "
     "caches, and how well a device multiplies matrices of a size.",
 }
-# Why a figure differs, where that is known.
+# Why a figure differs, if that is known.
 WHY = {
     ("time", "width", "less"): "In n, the term n d: the paper counts ∂x/∂θ as a full n × d matrix, n³ "
     "products for a dense layer. A parameter of a dense layer meets one output: that vjp takes d = n².",
@@ -358,7 +358,7 @@ def _kept(networks: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _crossed(record: Record) -> Table:
-    """Where a walk over everything, and checkpointing with the best segments, take the same memory."""
+    """Where a walk over everything takes as much memory as checkpointing with the best segments."""
     points, depth = record["extra"]["crossing"], record["task"]["depth"]
     rows = []
     for axis, label in (("depth", "L, at M_θ / M_x = 32"), ("ratio", f"M_θ / M_x, at L = {depth}")):

@@ -1,4 +1,4 @@
-"""The time of a vijp beside its vjp: the paper claims that the one costs no more than the other."""
+"""The time of a vijp compared with its vjp: the paper claims that it costs no more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..operators import Sizes
 from ..tasks import Record, Request, Table, Task
 
 TITLE = "The time of a vijp beside that of its vjp"
-OVERHEAD = 1.1  # times the vjp's time: up to here it is none
+OVERHEAD = 1.1  # times the vjp's time: up to this factor, no overhead
 
 _SIZES = {
     "gpu": Sizes(rows=2**17, features=512, images=128, side=128, channels=128, length=2048),
@@ -21,7 +21,7 @@ _SIZES = {
 
 
 def tasks(request: Request) -> list[Task]:
-    """A process for every family of rules; in quick form one for all."""
+    """One task for every family of rules; with `quick`, one for all."""
     kind = "quick" if request.quick else "gpu" if request.on_gpu else "cpu"
     if request.quick:
         families = {"all": list(operators.QUICK)}

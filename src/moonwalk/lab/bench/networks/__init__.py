@@ -53,5 +53,5 @@ def make(task: Task) -> Network:
 
 
 def source() -> str:
-    """The text of all of them: what was made by another one is of no use."""
+    """The source text of all networks, a key for cached arguments and references."""
     return "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))

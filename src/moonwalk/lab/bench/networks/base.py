@@ -80,7 +80,7 @@ class Network:
         which the layers follow each other.
     - `depth`: how many layers the chain has.
     - `scanned`: whether it is a scan.
-    - `classes`: whole numbers among the data are below this.
+    - `classes`: integers in the data are below this.
     - `layer`: (x, w) -> x, where all layers are alike.
     """
 
@@ -104,12 +104,12 @@ class Network:
         - `segments`: how many runs there are; "block": one for every layer; "sqrt": about the root of
             the depth.
         """
-        # A scan's body cannot be merged with its recomputation: what prevents that only costs there.
+        # A scan's body cannot be merged with its recomputation, so preventing that would only cost time.
         wrap = functools.partial(jax.checkpoint, prevent_cse=not self.scanned)
         return functools.partial(self.model, wrap=wrap, every=self._every(segments))
 
     def checkpointed(self, params: Any, x: Any, target: Any) -> Any:
-        """The same loss in as little memory as is easily had: for references.
+        """The same loss with little memory, for references.
 
         `jax.checkpoint` around every layer, and around about √depth of a scan.
         """
@@ -151,13 +151,13 @@ class Network:
 
 
 def structs(asked: Any) -> Any:
-    """A shape is one of float32; trees of structs are what they are."""
+    """A plain shape stands for float32; trees of structs are returned unchanged."""
     is_shape = isinstance(asked, tuple) and all(isinstance(n, int) for n in asked)
     return jax.ShapeDtypeStruct(asked, jnp.float32) if is_shape else asked
 
 
 def _key(seed: int) -> Any:
-    """Of the generator that takes least to compile; the same numbers on the same device."""
+    """A key of the generator that compiles fastest; it gives the same numbers on the same device."""
     return jax.random.key(seed, impl="rbg")
 
 
@@ -178,23 +178,23 @@ def words(task: Task, *flags: str) -> tuple[set[str], float | None]:
 
 
 def normal(key: Any, shape: Sequence[int], fan_in: float | None = None) -> Any:
-    """Normal numbers with the variance 1 / fan_in: by default all axes but the last."""
+    """Normal numbers with variance 1 / fan_in, by default the product of all axes but the last."""
     size = fan_in or functools.reduce(lambda a, b: a * b, shape[:-1], 1)
     return jax.random.normal(key, tuple(shape), jnp.float32) / size**0.5
 
 
 def constant(value: float, width: int) -> Any:
-    """In float32, whatever JAX's default is."""
+    """A constant array in float32, whatever JAX's default dtype is."""
     return jnp.full(width, value, jnp.float32)
 
 
 def affine(width: int) -> dict[str, Any]:
-    """Of a normalisation: what it multiplies by and adds."""
+    """Scale and bias of a normalisation."""
     return {"scale": constant(1, width), "bias": constant(0, width)}
 
 
 def linear(key: Any, n: int, m: int) -> dict[str, Any]:
-    """Of a dense layer."""
+    """Weight and bias of a dense layer."""
     return {"w": normal(key, (n, m)), "b": constant(0, m)}
 
 

@@ -43,7 +43,7 @@ def orthogonal(key: Any, width: int, count: int) -> Any:
 
 
 def turned(key: Any, base: Any) -> Any:
-    """Another orthogonal matrix: rows and signs of `base` shuffled. A QR per layer would take longer."""
+    """Another orthogonal matrix: shuffled rows and signs of `base`. A QR per layer would take longer."""
     order, signs = jax.random.split(key)
     n = base.shape[0]
     flips = jax.random.rademacher(signs, (n, 1), base.dtype)

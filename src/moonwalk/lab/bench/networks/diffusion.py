@@ -1,4 +1,4 @@
-"""A U-Net as diffusion models have it: residual blocks with group norm, skips across, a time.
+"""A U-Net as used in diffusion models: residual blocks with group norm, long skips, time embeddings.
 
 It predicts the noise of images of length × length × 3 at given times; `width` channels at the finest
 level, and `depth` residual blocks, down and up together. Attention stands at the coarsest level.

@@ -1,4 +1,4 @@
-"""A language model as GPT-2 is one: causal attention and MLPs in a residual stream.
+"""A language model like GPT-2: causal attention and MLPs in a residual stream.
 
 `depth` blocks of `width` features over `length` tokens of `batch` texts; embeddings are tied. Variants:
 "scanned" (blocks are stacked; otherwise a Python loop), "bfloat16" (computed in, from parameters that
@@ -24,7 +24,7 @@ HEAD = {"full": 64, "tiny": 8}  # features of a head
 
 
 def layer_norm(x: Any, p: Any) -> Any:
-    """In float32, whatever the stream is."""
+    """LayerNorm in float32, whatever the dtype of the stream."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - jnp.mean(wide, -1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)

@@ -29,7 +29,7 @@ from ..tasks import Task
 from .base import Layer, Network, chain, words
 from .dense import distance, leaky, orthogonal, turned
 
-_TAPS = 0.7  # of the standard deviation by He
+_TAPS = 0.7  # times He's standard deviation
 _DIMS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC")}
 
 
@@ -66,7 +66,7 @@ def _kernel(key: Any, width: int, dims: int, pivot: tuple[int, ...], lower: bool
 
 
 def _pooled(task: Task, init: Any, x: tuple[int, ...], layer: Layer, *, scanned: bool) -> Network:
-    """With the paper's stem and head."""
+    """A model between the paper's stem and head."""
 
     def model(params: Any, x: Any, target: Any, **cuts: Any) -> Any:
         x = chain(layer, _widened(params, x), params["layers"], **cuts)

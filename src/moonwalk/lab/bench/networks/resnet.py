@@ -1,4 +1,4 @@
-"""ResNet-50 with batch norm, as it is trained on ImageNet (v1.5: strides are in the 3×3 convolutions).
+"""ResNet-50 with batch norm, as trained on ImageNet (v1.5: strides are in the 3×3 convolutions).
 
 Images of length × length × 3, `width` channels in the first stage. Normalisation is by the statistics
 of the batch, as in training; running averages, which no gradient passes, are left out. Variants:
