@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 # Before JAX starts: the suite compiles thousands of tiny programs and runs each once.
 os.environ.setdefault(
@@ -9,6 +10,14 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for `test_devices.py`; the others use the first
+
+# Half of the suite's time goes to the compiler. Programs that it has seen before, in this run or in an earlier one,
+# come from here; JAX's key is the program, the flags and the version. `make clean` forgets them.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / "build" / "compiled")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax

@@ -132,11 +132,28 @@ def test_float64_at_1120_layers():
     assert error(found, truth) <= 1e-10
 
 
-@hypothesis.settings(max_examples=6)
-@hypothesis.given(
-    st.floats(-1.5, 0.5), st.integers(1, 48), st.sampled_from([-30, -10, 0, 10, 30]), st.booleans()
+SCALES = (
+    st.floats(-1.5, 0.5),
+    st.integers(1, 48),
+    st.sampled_from([-30, -10, 0, 10, 30]),
+    st.booleans(),
 )
+
+
+@hypothesis.settings(max_examples=3)
+@hypothesis.given(*SCALES)
 def test_scales_drawn_at_random(order, depth, loss_scale, by_loop):
+    check_scales(order, depth, loss_scale, by_loop)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(*SCALES)
+def test_more_scales_drawn_at_random(order, depth, loss_scale, by_loop):
+    check_scales(order, depth, loss_scale, by_loop)
+
+
+def check_scales(order, depth, loss_scale, by_loop):
     """Layers of any scale under a loss of any scale: the gradient is right wherever JAX's is finite."""
     depth = min(depth, 10) if by_loop else depth
     layer = scaled_layer(10.0**order)
@@ -218,7 +235,7 @@ def test_a_backward_pass_that_clips_beside_large_outputs():
         assert error(found, jax.grad(loss)(*args)) <= 1e-5
 
 
-@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize("by_loop", [slow(False), True])
 @pytest.mark.parametrize(("size", "loss_scale"), [(1e37, 1e-30), (1e-30, 1e28)])
 def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):
     """A rescaled cotangent times a huge activation leaves the range, though the gradient does not."""
@@ -616,7 +633,7 @@ CONTRACTIONS = {
 }
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, slow(1)])
 @pytest.mark.parametrize("contract", CONTRACTIONS.values(), ids=CONTRACTIONS)
 def test_errors_are_seen_before_a_contraction_forgets_them(contract, half):
     """A step with fewer numbers out than in may read a part of a cotangent: the rest's errors end there."""

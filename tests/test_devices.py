@@ -22,7 +22,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from marks import slow
+from marks import slow, some
 from networks import CARRY, conv, leaky, network_of, orthogonals, square, stack, turn
 from weights import general, kernel, normal
 
@@ -117,7 +117,7 @@ def test_a_batch_over_eight_devices(name, kind):
     assert all(g.sharding.is_fully_replicated for g in jax.tree.leaves(found[1]))  # as JAX's are
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", some(NETWORKS, sorted(NETWORKS)[::2]))
 def test_parameters_over_eight_devices(name):
     """Also stacked ones: the rows of each matrix are divided, and so are those of its gradient."""
     network, mesh = NETWORKS[name], mesh_of("Auto")

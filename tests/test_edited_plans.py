@@ -92,7 +92,7 @@ def leaves(tree):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(i, marks=() if i < 12 else pytest.mark.slow) for i in range(120)]
+    "seed", [pytest.param(i, marks=() if i < 6 else pytest.mark.slow) for i in range(120)]
 )
 def test_an_edited_plan_is_exact_or_refused(seed):
     draw = random.Random(seed)

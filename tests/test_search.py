@@ -127,7 +127,7 @@ def test_tiles_have_layers(tile):
 
 
 @pytest.mark.parametrize("asked", ["recursive", "block", "sqrt", 2])
-@pytest.mark.parametrize("seed", [slow(0), 1, 2, 3, slow(4), 5, *map(slow, range(6, 60))])
+@pytest.mark.parametrize("seed", [slow(0), 1, 2, *map(slow, range(3, 60))])
 def test_checkpoints_of_loops_between_blocks(seed, asked):
     """A scan that repeats with what surrounds it is a segment of its own all the same."""
     loss = Drawn(seed)

@@ -262,7 +262,7 @@ def test_segments_run_again_and_many_anchors():
 
 # --- error ----------------------------------------------------------------------------------------------
 
-# Total error of 24 layers with taps by He, aligned and staggered (docs/numerics.md §4).
+# Total error of 24 layers with taps by He, aligned and staggered (docs/numerics.md §9).
 TABLE = {
     (4, 0.1): (2e-6, 8e-7),
     (4, 0.3): (1e-6, 9e-7),

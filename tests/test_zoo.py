@@ -12,11 +12,11 @@ from zoo.kinds import KINDS
 from zoo.networks import Network
 from zoo.runner import FAILURES, examine
 
-# In `make test` 150 networks of one or two layers (which may hold others), by the default method and another one;
+# In `make test` 100 networks of one or two layers (which may hold others), by the default method and another one;
 # `make test-all` takes whatever 2,000 seeds draw, by every method. A network takes a second, so more of them are left
 # to `make fuzz SEEDS=0:10000`.
-FEW = [s for s in range(500) if Settings(s).depth <= 2 and not Settings(s).compiled][:150]
-SHARDS = [FEW[i : i + 25] for i in range(0, 150, 25)]
+FEW = [s for s in range(500) if Settings(s).depth <= 2 and not Settings(s).compiled][:100]
+SHARDS = [FEW[i : i + 25] for i in range(0, 100, 25)]
 ALL = [range(i, i + 100) for i in range(0, 2000, 100)]
 
 

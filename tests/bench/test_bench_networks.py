@@ -26,7 +26,7 @@ VARIANTS = [
     slow(("dense", "abs, first, looped")),
     slow(("skips", "")),
     slow(("resnet", "tiny")),
-    ("gpt", "tiny, scanned"),
+    slow(("gpt", "tiny, scanned")),
     slow(("gpt", "tiny")),
     slow(("gpt", "tiny, bfloat16")),
     slow(("unet", "tiny")),

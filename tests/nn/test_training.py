@@ -79,6 +79,7 @@ def check_identical_parameters(use_bias):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow  # one gradient is in test_exactness
 def test_identity_pivots_give_identical_parameters():
     check_identical_parameters(use_bias=True)
 

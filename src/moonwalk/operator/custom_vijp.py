@@ -160,7 +160,7 @@ class custom_vijp:
 
         `inverse(y, *others) -> x` takes the arguments of the function itself, with its output in place
         of the state. Of consecutive layers of this kind, `moonwalk.value_and_grad` keeps only the last
-        output, and compares some entries of the first state with its reconstruction.
+        output, and compares a sketch of the first state with that of its reconstruction.
 
         **Example:** half of an additive coupling, the layer of reversible networks:
 
