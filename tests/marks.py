@@ -14,3 +14,10 @@ def some(names, fast):
     """Parameters of a test, slow but for `fast`."""
     assert set(fast) <= set(names), set(fast) - set(names)
     return [name if name in fast else slow(name) for name in names]
+
+
+def some_cases(cases, fast):
+    """As `some`, where a case is a value of each of several parameters."""
+    cases = list(cases)
+    assert set(fast) <= set(cases), set(fast) - set(cases)
+    return [case if case in fast else slow(*case) for case in cases]

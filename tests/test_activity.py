@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from marks import some
+from marks import slow, some
 from weights import normal
 
 import moonwalk as mw
@@ -323,7 +323,7 @@ def test_a_forbidden_derivative_is_refused_as_by_jax():
             value_and_grad(loss)(W[0], X)
 
 
-@pytest.mark.parametrize("checkpoint", [3, "auto"])
+@pytest.mark.parametrize("checkpoint", [slow(3), "auto"])
 def test_keys_that_an_earlier_loop_has_split(checkpoint):
     """The second loop hands its key on unchanged: all its layers read what only a forward pass has."""
     q = jnp.linalg.qr(normal(8, 6, 6, seed=5))[0]

@@ -28,7 +28,6 @@ KINDS = [
     ("resnet", ""),
 ]
 FAST = {
-    ("gpt", "tiny", 4),
     ("gpt", "scanned, tiny", 4),
     ("gpt", "tiny", "sqrt"),
 }

@@ -1,6 +1,7 @@
 """Right or loud: cotangents keep their scale, certificates see every entry, errors say where and how much."""
 
 import dataclasses
+import itertools
 import math
 
 import hypothesis
@@ -11,7 +12,7 @@ import optax
 import pytest
 from hypothesis import strategies as st
 from jax import lax
-from marks import slow
+from marks import slow, some, some_cases
 
 import moonwalk as mw
 from moonwalk.execute import certificate
@@ -95,10 +96,16 @@ def biased(depth, scale=0.1, dtype=jnp.float32):
 # --- scale ------------------------------------------------------------------------------------------
 
 
+DEPTHS = [(0.5, 140), (0.1, 40), (0.5, 400), (0.01, 100), (2.0, 60)]
+
+
 @pytest.mark.parametrize(
-    ("factor", "depth"), [(0.5, 140), (0.1, 40), slow(0.5, 400), slow(0.01, 100), slow(2.0, 60)]
+    ("checkpoint", "factor", "depth"),
+    some_cases(
+        [(checkpoint, *scale) for scale in DEPTHS for checkpoint in (None, "auto", "block")],
+        {(None, 0.1, 40), ("auto", 0.5, 140)},
+    ),
 )
-@pytest.mark.parametrize("checkpoint", [None, "auto", slow("block")])
 def test_cotangents_that_leave_the_range_of_float32(factor, depth, checkpoint):
     method = mw.Moonwalk(walk="always", checkpoint=checkpoint)
     as_exact_as_backprop(scanned(scaled_layer(factor)), (biased(depth), rows()), method)
@@ -115,7 +122,7 @@ def test_cotangents_that_leave_the_range_in_a_loop(depth):
     as_exact_as_backprop(looped(scaled_layer(0.02)), (biased(depth), rows()))
 
 
-@pytest.mark.parametrize("form", [scanned, looped])
+@pytest.mark.parametrize("form", [scanned, slow(looped)])
 def test_diagonal_pivots_behind_small_slopes(form):
     """24 layers of slope .01 take a cotangent down by 1e-48 where it is always on the flat side."""
     w = 1 + 0.1 * jax.random.normal(jax.random.key(3), (24, WIDTH), jnp.float32)
@@ -215,7 +222,8 @@ def test_a_backward_pass_that_is_not_linear_around_a_nested_scan(backward):
         assert error(jax.jit(mw.grad(loss, method=method))(ws, x), expected) <= 1e-12
 
 
-def test_a_backward_pass_that_clips_beside_large_outputs():
+@pytest.mark.parametrize("method", some(METHODS, ["always", "segments"]))
+def test_a_backward_pass_that_clips_beside_large_outputs(method):
     """Outputs of layers with huge cotangents do not rescale what a clipping backward pass sees."""
     gate = jax.custom_vjp(lambda x: x)
     gate.defvjp(lambda x: (x, None), lambda _, h: (jnp.clip(h, -1.0, 1.0),))
@@ -229,15 +237,23 @@ def test_a_backward_pass_that_clips_beside_large_outputs():
         return jnp.sum(y) + 1e9 * jnp.sum(ys)
 
     args = orthogonal(6, dtype=jnp.float64), rows(dtype=jnp.float64)
-    for method in METHODS.values():
-        quiet = dataclasses.replace(method, on_inexact="ignore")
-        found = jax.jit(mw.grad(loss, method=quiet))(*args)
-        assert error(found, jax.grad(loss)(*args)) <= 1e-5
+    quiet = dataclasses.replace(METHODS[method], on_inexact="ignore")
+    found = jax.jit(mw.grad(loss, method=quiet))(*args)
+    assert error(found, jax.grad(loss)(*args)) <= 1e-5
 
 
-@pytest.mark.parametrize("by_loop", [slow(False), True])
-@pytest.mark.parametrize(("size", "loss_scale"), [(1e37, 1e-30), (1e-30, 1e28)])
-def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):
+@pytest.mark.parametrize(
+    ("size", "loss_scale", "by_loop", "method"),
+    some_cases(
+        itertools.product((1e37,), (1e-30,), (False, True), METHODS),
+        {(1e37, 1e-30, False, "always"), (1e37, 1e-30, True, "segments")},
+    )
+    + some_cases(
+        itertools.product((1e-30,), (1e28,), (False, True), METHODS),
+        {(1e-30, 1e28, True, "always"), (1e-30, 1e28, False, "anchors")},
+    ),
+)
+def test_activations_that_are_huge_or_tiny(size, loss_scale, by_loop, method):
     """A rescaled cotangent times a huge activation leaves the range, though the gradient does not."""
 
     def loss(ws, x):
@@ -251,20 +267,27 @@ def test_activations_that_are_huge_or_tiny(by_loop, size, loss_scale):
 
     args = orthogonal(5), rows() * jnp.float32(size)
     truth = jax.jit(jax.grad(loss))(*jax.tree.map(lambda a: a.astype(jnp.float64), args))
-    for method in METHODS.values():
-        assert error(jax.jit(mw.grad(loss, method=method))(*args), truth) <= 1e-5
+    assert error(jax.jit(mw.grad(loss, method=METHODS[method]))(*args), truth) <= 1e-5
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reverse", [slow(False), True])
+OTHER_SCALES = [
+    (1.0, 20, 1e-20, 1e25, 0),  # a walk says that it cannot
+    (0.1, 60, 1.0, 1.0, 0),
+    (0.1, 80, 0.0, 1.0, -1),
+    (0.1, 45, 1.0, 1e-8, 3),  # it can
+]
+
+
 @pytest.mark.parametrize(
-    ("factor", "depth", "carry", "output", "place"),
-    [
-        (1.0, 20, 1e-20, 1e25, 0),
-        slow(0.1, 60, 1.0, 1.0, 0),
-        slow(0.1, 80, 0.0, 1.0, -1),
-        slow(0.1, 45, 1.0, 1e-8, 3),
-    ],
+    ("factor", "depth", "carry", "output", "place", "reverse", "method"),
+    some_cases(
+        [
+            (*scale, *rest)
+            for scale in OTHER_SCALES
+            for rest in itertools.product((False, True), METHODS)
+        ],
+        {(*OTHER_SCALES[0], True, "anchors"), (*OTHER_SCALES[3], True, "segments")},
+    ),
 )
 def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place, reverse, method):
     """Cotangents that layers bring of their own, far larger or smaller than the carry's."""
@@ -292,8 +315,14 @@ def test_outputs_of_layers_on_another_scale(factor, depth, carry, output, place,
         assert error(gradient, truth) <= bound
 
 
-@pytest.mark.parametrize("used", [slow("unused"), "all"])
-def test_outputs_of_an_inner_scan_handed_on(used):
+@pytest.mark.parametrize(
+    ("used", "method"),
+    some_cases(
+        itertools.product(("unused", "all"), ("default", *METHODS)),
+        {("all", "anchors"), ("all", "segments")},
+    ),
+)
+def test_outputs_of_an_inner_scan_handed_on(used, method):
     def loss(ws, x):
         def layer(x, w):
             y = jnp.abs(x @ mw.declare(w, "orthogonal"))
@@ -303,20 +332,20 @@ def test_outputs_of_an_inner_scan_handed_on(used):
         return jnp.sum(y) + (jnp.sum(ys**2) if used == "all" else 0)
 
     args = orthogonal(6, dtype=jnp.float64).reshape(3, 2, WIDTH, WIDTH), rows(dtype=jnp.float64)
-    for method in (mw.Moonwalk(), *METHODS.values()):
-        found = jax.jit(mw.grad(loss, method=method))(*args)
-        assert error(found, jax.grad(loss)(*args)) <= 1e-11
+    found = jax.jit(mw.grad(loss, method=METHODS.get(method, mw.Moonwalk())))(*args)
+    assert error(found, jax.grad(loss)(*args)) <= 1e-11
 
 
-def test_outputs_without_entries():
+@pytest.mark.parametrize("method", some(METHODS, ["anchors", "segments"]))
+def test_outputs_without_entries(method):
     def loss(ws, x):
         body = lambda c, w: ((jnp.abs(c[0] @ mw.declare(w, "orthogonal")), c[1] * 2), c[1])
         (y, z), zs = lax.scan(body, (x, jnp.zeros((0, 3), x.dtype)), ws)
         return jnp.sum(y) + jnp.sum(z) + jnp.sum(zs)
 
     args = orthogonal(7), rows()
-    for method in METHODS.values():
-        assert error(jax.jit(mw.grad(loss, method=method))(*args), jax.grad(loss)(*args)) <= 1e-5
+    found = jax.jit(mw.grad(loss, method=METHODS[method]))(*args)
+    assert error(found, jax.grad(loss)(*args)) <= 1e-5
 
 
 def test_a_backward_pass_of_ones_own_is_compared_at_its_own_scale():
@@ -406,7 +435,7 @@ def faults():
     }
 
 
-@pytest.mark.parametrize("where", list(faults()))
+@pytest.mark.parametrize("where", some(faults(), ["an entry", "a head", "all"]))
 def test_a_fault_is_seen_wherever_it_lies(where):
     """Of 200 faults of relative size 1e-3 nearly none is measured as less than 1e-4."""
     mask = faults()[where]
@@ -446,7 +475,7 @@ def drifted(ws, where, size=0.3):
     return ws + jnp.where(jnp.asarray(where).reshape(1, -1, 1, 1), noise, 0)
 
 
-@pytest.mark.parametrize("count", [1, 4, 28])
+@pytest.mark.parametrize("count", [1, slow(4), 28])
 def test_heads_that_drift(count):
     """A plan measured on orthogonal heads, some of which are not orthogonal any more."""
     drawn = jax.random.normal(jax.random.key(0), (12, HEADS, SIZE, SIZE), jnp.float64)
@@ -465,8 +494,10 @@ def test_heads_that_drift(count):
         jax.block_until_ready(run(singular, x))
 
 
-@pytest.mark.parametrize("count", [1, 28])
-@pytest.mark.parametrize("certified_by", ["probe", "certificate"])
+@pytest.mark.parametrize(
+    ("certified_by", "count"),
+    [("probe", 28), ("certificate", 1), slow("probe", 1), slow("certificate", 28)],
+)
 def test_false_declarations_of_some_heads(count, certified_by):
     ws = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (12, HEADS, SIZE, SIZE), jnp.float64))[0]
     ws, x = ws.astype(jnp.float32), rows(width=HEADS * SIZE)
@@ -538,7 +569,7 @@ def test_a_rule_that_is_wrong_by_one_per_cent():
     assert 1e-2 < error(mw.grad(loss, method=quiet)(*args), jax.grad(loss)(*args)) < 0.1
 
 
-@pytest.mark.parametrize("depth", [2, 12, 48])
+@pytest.mark.parametrize("depth", [2, slow(12), 48])
 def test_bfloat16_is_held_to_what_bfloat16_can_do(depth):
     loss = scanned(lambda x, w: jnp.abs(x @ mw.declare(w, "orthogonal")))
     args = orthogonal(depth, dtype=jnp.bfloat16), rows(dtype=jnp.bfloat16)
@@ -633,11 +664,16 @@ CONTRACTIONS = {
 }
 
 
-@pytest.mark.parametrize("half", [0, slow(1)])
-@pytest.mark.parametrize("contract", CONTRACTIONS.values(), ids=CONTRACTIONS)
-def test_errors_are_seen_before_a_contraction_forgets_them(contract, half):
+@pytest.mark.parametrize(
+    ("name", "half"),
+    some_cases(
+        itertools.product(CONTRACTIONS, (0, 1)),
+        {("a sum of halves", 1), ("means of pairs", 0), ("a strided convolution", 1)},
+    ),
+)
+def test_errors_are_seen_before_a_contraction_forgets_them(name, half):
     """A step with fewer numbers out than in may read a part of a cotangent: the rest's errors end there."""
-    rng = np.random.default_rng(0)
+    rng, contract = np.random.default_rng(0), CONTRACTIONS[name]
     q, r = (np.linalg.qr(rng.standard_normal((4, 4)))[0] for _ in range(2))
     bad = np.eye(8)
     bad[4 * half : 4 * half + 4, 4 * half : 4 * half + 4] = q @ np.diag(np.geomspace(1, 1e-5, 4)) @ r

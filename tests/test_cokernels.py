@@ -289,7 +289,7 @@ FIRST = orthogonal(12, seed=20)
 
 @pytest.mark.parametrize(
     ("name", "scanned"),
-    [("dense", True), slow("dense", False), slow("pad", False), ("shift", True), ("wrap", True)],
+    [("dense", True), slow("dense", False), slow("pad", False), slow("shift", True), ("wrap", True)],
 )
 def test_networks(name, scanned):
     layer, params, share, why = NETS[name]
@@ -361,7 +361,7 @@ def test_a_class_token():
     compare_all(loss, *args, method=mw.Moonwalk())
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_narrow_types(dtype):
     """In a narrow type the fragment is as narrow as the cotangent that it is part of."""
     layer, params, *_ = NETS["dense"]
@@ -442,7 +442,7 @@ def own_network(expanding, vmapped=False):
 OWN = (stack(orthogonal, 16), stack(general, 16, 12))
 
 
-@pytest.mark.parametrize("vmapped", [False, True])
+@pytest.mark.parametrize("vmapped", [False, slow(True)])
 def test_own_fragment(vmapped):
     loss = whole(own_network(expanding_layer(), vmapped), scanned=True)
     args = ((FIRST, OWN), FLAT)

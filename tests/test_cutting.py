@@ -1,12 +1,14 @@
 """The network of a loss: nodes that never wait for each other, and exports that get no cotangent."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from marks import slow
+from marks import slow, some_cases
 from tangles import Tangle
 from weights import normal
 
@@ -117,8 +119,25 @@ CASES = {
 FORWARD = {"a weight used twice", "a tied embedding", "a graph network", "a state as aux"}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES)
+# The default everywhere; of the others two of each case, or one.
+FAST = {
+    *((case, "default") for case in CASES),
+    ("a weight used twice", "always"),
+    ("a weight used twice", "pure forward"),
+    ("a tied embedding", "recursive"),
+    ("a tied embedding", "pure forward"),
+    ("two states made of each other", "checkpoint"),
+    ("two states made of each other", "pure forward"),
+    ("a graph network", "always"),
+    ("a graph network", "checkpoint"),
+    ("a state as aux", "pure forward"),
+    ("batch statistics behind a skip", "recursive"),
+    ("batch statistics behind a skip", "pure forward"),
+    ("batch statistics before a branch", "always"),
+}
+
+
+@pytest.mark.parametrize(("case", "method"), some_cases(itertools.product(CASES, METHODS), FAST))
 def test_what_is_read_twice(case, method):
     loss, args, has_aux = CASES[case]
     expected = jax.value_and_grad(loss, has_aux=has_aux)(*args)
@@ -243,12 +262,24 @@ def test_a_pad_with_a_trained_value_in_a_branch():
         close(mw.value_and_grad(loss, method=METHODS.get(name, mw.Moonwalk()))(params, X), expected)
 
 
+AUTO, ALWAYS, BLOCK = mw.Moonwalk(), mw.Moonwalk(walk="always"), mw.Checkpoint("block")
+READ_TWICE = {
+    (False, 0, True, AUTO),
+    (False, 0, True, ALWAYS),
+    (False, 2, True, BLOCK),
+    (True, 0, True, BLOCK),
+    (True, 2, True, AUTO),
+    (True, 2, True, ALWAYS),
+}
+
+
 @pytest.mark.parametrize(
-    "method", [mw.Moonwalk(), mw.Moonwalk(walk="always"), mw.Checkpoint("block")], ids=str
+    ("scan_first", "steps", "has_aux", "method"),
+    some_cases(
+        itertools.product([False, True], range(3), [False, True], [AUTO, ALWAYS, BLOCK]), READ_TWICE
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("has_aux", [slow(False), True])
-@pytest.mark.parametrize("steps", [0, slow(1), 2])
-@pytest.mark.parametrize("scan_first", [False, True])
 def test_a_table_that_a_scan_and_a_node_read(scan_first, steps, has_aux, method):
     """A node that makes it for itself does not make it for the scan: they would wait for each other."""
 

@@ -6,6 +6,7 @@ one device, in float64.
 """
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from marks import slow, some
+from marks import slow, some, some_cases
 from networks import CARRY, conv, leaky, network_of, orthogonals, square, stack, turn
 from weights import general, kernel, normal
 
@@ -106,8 +107,19 @@ def check(network, found):
     assert float(certificate.error) < 1e-11
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+FAST = {
+    ("Auto", "dense layers"),
+    ("Auto", "scan with anchors"),
+    ("Auto", "ReLU"),
+    ("Explicit", "scan"),
+    ("Explicit", "convolutions"),
+    ("Explicit", "skips"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), some_cases(itertools.product(["Auto", "Explicit"], NETWORKS), FAST)
+)
 def test_a_batch_over_eight_devices(name, kind):
     network, mesh = NETWORKS[name], mesh_of(kind)
     step = jax.jit(mw.value_and_grad(network.loss, method=network.method, certify=True))
@@ -158,7 +170,7 @@ def declared_first(x, w):
     return leaky(x @ jax.sharding.reshard(mw.declare(w, "orthogonal"), P()))
 
 
-@pytest.mark.parametrize("layer", [gathered_first, declared_first])
+@pytest.mark.parametrize("layer", [slow(gathered_first), declared_first])
 def test_parameters_gathered_layer_by_layer(layer):
     check(SCANNED, explicit(scanned(layer), WS, X, mesh_of("Explicit"), P(None, "data")))
 

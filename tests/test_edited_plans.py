@@ -11,6 +11,7 @@ import random
 import jax
 import numpy as np
 import pytest
+from marks import some
 from networks import NETWORKS
 
 import moonwalk as mw
@@ -91,9 +92,8 @@ def leaves(tree):
     return [np.asarray(a) for a in jax.tree.leaves(tree) if hasattr(a, "dtype")]
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(i, marks=() if i < 6 else pytest.mark.slow) for i in range(120)]
-)
+# A plan of every method, and in each of them but one an edit that leaves the gradient what it was.
+@pytest.mark.parametrize("seed", some(range(120), {4, 6, 7, 10, 11, 31}))
 def test_an_edited_plan_is_exact_or_refused(seed):
     draw = random.Random(seed)
     case = NETWORKS[draw.choice(SHORT)]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import some
 from weights import normal
 
 import moonwalk as mw
@@ -77,7 +78,9 @@ METHODS = {
 
 
 @pytest.mark.filterwarnings("ignore:Mean of empty slice")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", some(CASES, set(CASES) - {f"no rows, {name}" for name in ("leaky_relu", "gelu", "softmax")})
+)
 def test_gradients(case):
     loss, w, x = CASES[case]
     expected = jax.value_and_grad(loss)(w, x)

@@ -1,12 +1,14 @@
 """Networks that the engine once got wrong, each as small as it gets, against `jax.value_and_grad`."""
 
+import itertools
+
 import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from marks import slow
+from marks import slow, some_cases
 from weights import normal, orthogonal
 
 import moonwalk as mw
@@ -425,30 +427,36 @@ def test_arrays_among_default_arguments_of_a_coupling():
 # --- carries whose derivative ends in the loop ----------------------------------------------------------
 
 
+FLAT = {
+    "floor": jnp.floor,
+    "round": jnp.round,
+    "sign": jnp.sign,
+    "stop_gradient": lax.stop_gradient,
+    "scaled": lambda x: 0.5 * lax.stop_gradient(x),
+}
+ALWAYS, AGAIN = mw.Moonwalk(walk="always"), mw.Moonwalk(checkpoint="auto", walk="always")
+FAST = {
+    ("floor", 1, mw.Checkpoint()),
+    ("floor", 1, AGAIN),
+    ("floor", 2, mw.Moonwalk()),
+    ("floor", 2, ALWAYS),
+    ("stop_gradient", 1, mw.Moonwalk()),
+    ("stop_gradient", 1, ALWAYS),
+    ("stop_gradient", 2, mw.Checkpoint()),
+    ("stop_gradient", 2, AGAIN),
+}
+
+
 @pytest.mark.parametrize(
-    "method",
-    [
-        mw.Moonwalk(walk="always"),
-        mw.Moonwalk(checkpoint="auto", walk="always"),
-        mw.Moonwalk(),
-        mw.Checkpoint(),
-    ],
+    ("name", "levels", "method"),
+    some_cases(
+        itertools.product(FLAT, (1, 2, 3), [ALWAYS, AGAIN, mw.Moonwalk(), mw.Checkpoint()]), FAST
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("levels", [1, 2, slow(3)])
-@pytest.mark.parametrize(
-    "flat",
-    [
-        jnp.floor,
-        slow(jnp.round),
-        slow(jnp.sign),
-        lax.stop_gradient,
-        slow(lambda x: 0.5 * lax.stop_gradient(x)),
-    ],
-    ids=["floor", "round", "sign", "stop_gradient", "scaled"],
-)
-def test_a_carry_that_only_values_leave(flat, levels, method):
+def test_a_carry_that_only_values_leave(name, levels, method):
     """No cotangent reaches the start of a layer, in a loop or in loops of loops."""
+    flat = FLAT[name]
 
     def layer(x, w):
         return flat(x) @ w, None

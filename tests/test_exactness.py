@@ -51,7 +51,7 @@ def orthogonal_stack(depth, seed, dtype=jnp.float32):
     return cast((ws, x, t), dtype)
 
 
-@pytest.mark.parametrize("activation", [jnp.abs, maxmin], ids=["abs", "maxmin"])
+@pytest.mark.parametrize("activation", [slow(jnp.abs), maxmin], ids=["abs", "maxmin"])
 @pytest.mark.parametrize("depth", [slow(10), 100, slow(1000)])
 def test_isometric_networks_do_not_lose_accuracy_with_depth(depth, activation):
     loss = isometric(activation)
@@ -93,7 +93,7 @@ def test_float16_cotangents_are_promoted():
     assert "f32[32,64]" in kept
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_loss_scaling_is_harmless(dtype):
     """A power of two changes no bit of the gradient but its exponent."""
     loss = isometric(jnp.abs)
@@ -282,7 +282,7 @@ def small_branches(scale):
     return {"loop": looped, "scan": scanned}
 
 
-@pytest.mark.parametrize("kind", ["loop", "scan"])
+@pytest.mark.parametrize("kind", [slow("loop"), "scan"])
 def test_small_branches_are_not_lost_in_a_difference(kind):
     """h of the branch is 1e-6 of that of the skip: as their difference, float32 would not have it."""
     ws, x, t = orthogonal_stack(24, 0)

@@ -117,7 +117,7 @@ class Strided(eqx.Module):
         return x.mean(1) @ self.head
 
 
-@pytest.mark.slow  # tests/nn/test_training.py has the fast one
+@pytest.mark.slow  # one gradient is in test_exactness
 def test_moonwalk_trains_as_backpropagation_does_to_the_last_bit(signals):
     """Identity pivots and slopes that are powers of 2: nothing is rounded on the way back."""
     settings = dict(optimizer=optax.adam(3e-2), steps=30, steps_per_call=10)

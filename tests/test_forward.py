@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
+from marks import slow, some
 from memory import network, temp
 from networks import LABELS, NETWORKS, WIDTH, X, Y, orthogonals, turn
 from test_engine import arrays, compare, error, reference, under_jit
@@ -29,7 +29,11 @@ def differentiated(name, **options):
     return mw.value_and_grad(lambda *a, **k: n.loss(*a, **k), method=method, **n.options)
 
 
-@pytest.mark.parametrize("name", [*LOOPED, *SCANNED, *OTHERS])
+NAMES = [*LOOPED, *SCANNED, *OTHERS]
+VARIANTS = {"MLP with biases", "average pooling", "frozen layers", "scan, reversed", "weight decay"}
+
+
+@pytest.mark.parametrize("name", some(NAMES, set(NAMES) - VARIANTS))
 def test_gradient_under_jit(name):
     n = NETWORKS[name]
     compare(under_jit(differentiated(name), *n.args, **n.kwargs), reference(name))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from marks import slow, some
 from networks import max_min, square, turn
 from test_engine import EXACT, arrays, compare, error
 from test_gradient import Counter
@@ -45,7 +46,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", some(SUMS, set(SUMS) - {"a weighted mean", "times a number"}))
 def test_what_is_a_function_of_sums(name):
     check(lambda ws, x: SUMS[name](layers(ws, x)), STACK, X, method=BOTH[1])
 
@@ -181,7 +182,7 @@ def test_a_plan_with_measured_gains_goes_into_jit():
     check(loss, ws, X, method=plan)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_half_precision(dtype):
     """Rounding block by block is no reason to raise; it is a part of what backpropagation is off by."""
     ws = jnp.stack([orthogonal(16, seed=i) for i in range(24)])

@@ -180,7 +180,16 @@ def relative(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-SLOW = (scanned_backwards, mapped, with_keys, one_half_weighed, modules_that_close_over)
+SLOW = {
+    scanned_backwards,
+    mapped,
+    with_keys,
+    from_data,
+    both_streams,
+    one_half,
+    one_half_weighed,
+    modules_that_close_over,
+}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +236,7 @@ def test_float32_is_about_as_exact_as_backpropagation():
     assert certificate.error < 1e-5
 
 
-@pytest.mark.parametrize("loss", [scanned, looped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [scanned, slow(looped)], ids=lambda f: f.__name__)
 def test_fused_updates(loss):
     optimizer = optax.adam(1e-2)
     fun = lambda both, x: loss(*both, x)

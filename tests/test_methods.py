@@ -29,7 +29,7 @@ EXACT = {
     "pure forward": mw.PureForward(chunk=3),
 }
 ALL = {**EXACT, "projected forward": mw.ProjectedForward(0, samples=2)}
-SCANNED = ("checkpoint recursive", "reversible", "forward")  # in `make test`, beside all of them looped
+SCANNED = ("reversible",)  # in `make test`, beside all of them looped
 PLANNED = mw.Moonwalk | mw.PureForward | mw.Checkpoint | mw.Reversible
 
 
@@ -176,7 +176,7 @@ def test_checkpoint_wants_enough_layers():
         mw.Checkpoint(segments="root")
 
 
-@pytest.mark.parametrize("segments", some([None, 1, 4, "sqrt", "block", "recursive"], [4, "recursive"]))
+@pytest.mark.parametrize("segments", some([None, 1, 4, "sqrt", "block", "recursive"], ["recursive"]))
 def test_checkpoint_of_a_residual_network_and_of_two_scans(segments):
     params, x = network(6)
 

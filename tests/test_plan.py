@@ -386,7 +386,7 @@ def test_anchors_every_so_many_layers(every):
 
 @pytest.mark.parametrize(
     ("length", "every", "reverse"),
-    [(10, 4, False), (10, 4, True), (9, 8, True), (8, 4, False)],
+    [(10, 4, False), slow(10, 4, True), (9, 8, True), slow(8, 4, False)],
 )
 def test_periods_that_do_not_divide_the_length(length, every, reverse):
     ws = jnp.stack([orthogonal(WIDTH, seed=i) for i in range(length)])
@@ -422,7 +422,7 @@ def test_anchors_in_a_scan_bound_its_gain():
     assert lossless == [False] * 4
 
 
-@pytest.mark.parametrize("tolerance", [1e-13, 1e-11])
+@pytest.mark.parametrize("tolerance", [slow(1e-13), 1e-11])
 def test_a_scan_finds_its_period(tolerance):
     """By the gain of one layer: the error between two anchors stays within the tolerance."""
     ws = jnp.stack([lower(WIDTH, seed=i) for i in range(12)])

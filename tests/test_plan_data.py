@@ -46,7 +46,7 @@ CASES = [(name, "own") for name in NETWORKS] + [
     (name, method) for name in list(NETWORKS)[::4] for method in list(METHODS)[1:]
 ]
 SOME = [
-    pytest.param(*case, marks=() if i % 6 == 0 else pytest.mark.slow) for i, case in enumerate(CASES)
+    pytest.param(*case, marks=() if i % 11 == 0 else pytest.mark.slow) for i, case in enumerate(CASES)
 ]
 
 

@@ -1,13 +1,14 @@
 """The search among offers: what it leaves out is never better; plans that do not fit are refused by name."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from marks import slow
+from marks import slow, some_cases
 
 import moonwalk as mw
 from moonwalk.planning import search
@@ -59,7 +60,7 @@ class Drawn:
 @pytest.mark.parametrize(
     "method", [mw.Moonwalk(), slow(mw.Moonwalk(checkpoint="auto")), mw.Checkpoint()], ids=str
 )
-@pytest.mark.parametrize("seed", [*range(12), *map(slow, range(12, 100))])
+@pytest.mark.parametrize("seed", [*range(6), *map(slow, range(6, 100))])
 def test_a_lower_bound_leaves_out_nothing_better(seed, method, monkeypatch):
     """Plans with the bounds, and with bounds that exclude nothing."""
     loss = Drawn(seed)
@@ -126,8 +127,13 @@ def test_tiles_have_layers(tile):
         mw.grad(scanned, method=plan)(*args)
 
 
-@pytest.mark.parametrize("asked", ["recursive", "block", "sqrt", 2])
-@pytest.mark.parametrize("seed", [slow(0), 1, 2, *map(slow, range(3, 60))])
+# Seeds 2 and 5 draw no loops, seeds 0 and 4 more layers than these.
+FAST = {(1, "block"), (1, "sqrt"), (3, "recursive"), (3, "block"), (3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("seed", "asked"), some_cases(itertools.product(range(60), ["recursive", "block", "sqrt", 2]), FAST)
+)
 def test_checkpoints_of_loops_between_blocks(seed, asked):
     """A scan that repeats with what surrounds it is a segment of its own all the same."""
     loss = Drawn(seed)

@@ -129,12 +129,17 @@ def case(
     return fun, x, w, dilation * (k - 1)
 
 
-ALIGNED = {"k=3", "k=5, p=2", "2D, k=3"}
+# Of their like, those with more entries, or with as many.
+LARGER = {"k=4", "k=5, p=1", "k=5, p=3", "k=7, p=1", "2D, k=5"}
+ALIGNED = {"k=3", "2D, k=3"}
 
 
 @pytest.mark.parametrize(
     ("name", "stagger"),
-    [*((n, True) for n in CASES), *((n, False) if n in ALIGNED else slow(n, False) for n in CASES)],
+    [
+        *(slow(n, True) if n in LARGER else (n, True) for n in CASES),
+        *((n, False) if n in ALIGNED else slow(n, False) for n in CASES),
+    ],
 )
 def test_what_is_kept_restores_the_rest(name, stagger):
     fun, x, w, reach = case(**CASES[name])
@@ -425,7 +430,7 @@ def test_training_for_500_steps():
 # --- memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("span", [4, 8])
+@pytest.mark.parametrize("span", [slow(4), 8])
 def test_bytes_of_a_layer_are_bits_and_fragment(span):
     n, m, batch = 512, 16, 64
     method = mw.Moonwalk(fragment=mw.Fragment(span))

@@ -3,12 +3,14 @@
 The oracle is JAX's own pullback, at every input: also at ties, where JAX takes the mean of both sides.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from marks import slow
+from marks import slow, some, some_cases
 from weights import normal, orthogonal
 
 import moonwalk as mw
@@ -184,8 +186,20 @@ PIECEWISE = {
 }
 
 
-@pytest.mark.parametrize("data", ["integers", "ties", slow("far")])
-@pytest.mark.parametrize("name", PIECEWISE)
+# Integers and ties both lie on every knot but one.
+FAST = {
+    ("a knot beyond the probes", "far"),
+    ("clip", "ties"),
+    ("two ramps", "ties"),
+    ("minimum", "integers"),
+    ("leaky by maximum", "ties"),
+    ("nearly two sides", "integers"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), some_cases(itertools.product(PIECEWISE, ["integers", "ties", "far"]), FAST)
+)
 def test_piecewise_layers(name, data):
     x = jnp.asarray(DATA[data](np.random.default_rng(0), (64, 8)), jnp.float64)
     check_kept_pullback(PIECEWISE[name], x)
@@ -211,7 +225,7 @@ SINGULAR = {
 }
 
 
-@pytest.mark.parametrize("name", SINGULAR)
+@pytest.mark.parametrize("name", some(SINGULAR, set(SINGULAR) - {"|x| by maximum"}))
 def test_what_is_singular_at_ties_is_not_walked(name):
     x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (64, 8)), jnp.float64)
     plan = check_gradient(SINGULAR[name], x)
@@ -237,7 +251,7 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", some(SERVED, set(SERVED) - {"sorted fours"}))
 def test_what_is_walked_through_ties(name):
     x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (64, 8)), jnp.float64)
     plan = check_gradient(SERVED[name], x)

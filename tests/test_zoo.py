@@ -15,13 +15,26 @@ from zoo.runner import FAILURES, examine
 # In `make test` 100 networks of one or two layers (which may hold others), by the default method and another one;
 # `make test-all` takes whatever 2,000 seeds draw, by every method. A network takes a second, so more of them are left
 # to `make fuzz SEEDS=0:10000`.
-FEW = [s for s in range(500) if Settings(s).depth <= 2 and not Settings(s).compiled][:100]
-SHARDS = [FEW[i : i + 25] for i in range(0, 100, 25)]
+FEW = [s for s in range(500) if Settings(s).depth <= 2 and not Settings(s).compiled][:150]
+# The slowest of these, but for those that alone have a kind of layer or a method that is refused, or walks.
+LEFT = set(
+    map(
+        int,
+        """9 15 16 27 35 39 54 75 78 81 83 116 118 129 135 138 149 155
+        171 175 176 178 197 209 219 228 248 250 253 266 268 280 287 290 293 294
+        299 303 338 344 361 372 383 390 393 403 409 410 418 430""".split(),
+    )
+)
+SHARDS = [
+    seeds[i : i + 25]
+    for seeds in ([s for s in FEW if s not in LEFT], [s for s in FEW if s in LEFT])
+    for i in range(0, len(seeds), 25)
+]
 ALL = [range(i, i + 100) for i in range(0, 2000, 100)]
 
 
 @pytest.mark.parametrize(
-    "seeds", [*SHARDS, *map(slow, ALL)], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}"
+    "seeds", [*SHARDS[:4], *map(slow, [*SHARDS[4:], *ALL])], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}"
 )
 def test_every_method_is_right_or_loud(seeds):
     records = [examine(seed, most=2 if seeds in SHARDS else None) for seed in seeds]
