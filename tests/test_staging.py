@@ -177,3 +177,18 @@ def test_version():
 @pytest.mark.parametrize("text", ["0.10.2", "0.11.2.dev3+g1", "1.2"])
 def test_version_tuple(text):
     assert _jax.version_tuple(text)[:2] == tuple(int(n) for n in text.split(".")[:2])
+
+
+def test_equal_equations_under_different_settings_stay_two():
+    """How bits are drawn is a setting: the same key and shape do not make the same numbers."""
+
+    def loss(ws, x, key):
+        for i, w in enumerate(ws):
+            with jax.threefry_partitionable(bool(i % 2)):
+                x = jnp.tanh(x @ w) * jax.random.uniform(key, x.shape)
+        return jnp.sum(x)
+
+    args = [jnp.eye(3), 2 * jnp.eye(3)], jnp.ones((5, 3)), jax.random.key(0)
+    expected = jax.value_and_grad(loss)(*args)
+    for fun in (mw.value_and_grad(loss), jax.jit(mw.value_and_grad(loss))):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), fun(*args), expected)

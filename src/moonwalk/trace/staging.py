@@ -118,7 +118,7 @@ def _key(eqn: _jax.JaxprEqn, inputs: Sequence[Any]) -> Any:
         hash(params)
     except TypeError:
         return None
-    return None if _jax.has_effects(eqn) else (eqn.primitive, operands, params)
+    return None if _jax.has_effects(eqn) else (eqn.primitive, operands, params, _jax.context_of(eqn))
 
 
 def name_constants(
