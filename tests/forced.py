@@ -10,7 +10,7 @@ import moonwalk as mw
 from moonwalk import gradient
 from moonwalk.network import loss as losses
 from moonwalk.planning import cotangents, report
-from moonwalk.planning import moonwalk as policy
+from moonwalk.planning.draft import PlanRequest, draft
 from moonwalk.planning.search import Choice
 from moonwalk.segments.store import RecomputeExecutor, StoreExecutor
 
@@ -28,7 +28,7 @@ def planned(loss, method, *args, kinds=("walk",), gains=(), values=None, **optio
     if values is not None:
         flat = (*call.leaves, *call.others, *staged.staged.consts)
         values = dict(zip((*staged.jaxpr.invars, *staged.jaxpr.constvars), flat, strict=True))
-    made = policy.draft(network, method, gains=gains, values=values)
+    made = draft(network, method, gains=gains, values=values)
     envs = None if made.table.values is None else [made.table.values]
     ends = [len(network.nodes) * i // len(kinds) for i in range(len(kinds) + 1)]
     pieces = []
@@ -45,7 +45,7 @@ def planned(loss, method, *args, kinds=("walk",), gains=(), values=None, **optio
             pieces.append(
                 {"store": StoreExecutor, "recompute": RecomputeExecutor}[kind](network, start, stop)
             )
-    plan = made.describe(Choice(pieces, 0, 0), method, call.signature())
+    plan = made.describe(Choice(pieces, 0, 0), method, PlanRequest(call.signature(), (), None, False))
     plan = report.with_rows(plan, network, pieces, fused=False)
     return plan, pieces, tuple(made.table.recorded.items())
 

@@ -20,6 +20,7 @@ LAYERS = """
     segments
     planning
     gradient
+    preview
     fused
     nn
     models

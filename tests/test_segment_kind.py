@@ -11,8 +11,8 @@ import pytest
 
 import moonwalk as mw
 from moonwalk.gradient import Call
-from moonwalk.planning import moonwalk as policy
 from moonwalk.planning import search, timeline
+from moonwalk.planning.draft import plain_proposers
 from moonwalk.segments.base import Offer, Proposer, Realised, Row, Segment, line_of
 from moonwalk.segments.codec import in_plans
 from moonwalk.segments.costs import node_costs
@@ -83,7 +83,7 @@ class TransposeProposer(Proposer):
     def limits(self):
         return {2 * max(cost.backprop for cost in self.costs)}
 
-    def begin(self, limit):
+    def begin(self, limit, worth):
         self.limit = limit
 
     def ending_at(self, stop, best):
@@ -180,7 +180,7 @@ def test_the_search_takes_its_offers_where_they_keep_less(cheap, plan):
     network, costs = engine.network, node_costs(engine.network)
     live = [0 if cheap else 2**40] * (len(network.nodes) + 1)
     own = TransposeProposer(network, costs, live)
-    choice = search.choose(network, costs, [*policy._plain_proposers(network, costs), own])
+    choice = search.choose(network, costs, [*plain_proposers(network, costs), own])
     taken = [proposer is own for proposer, _ in choice.chosen]
     assert any(taken) if cheap else not any(taken)
     assert [s.start for s in choice.segments] == [0, *(s.stop for s in choice.segments[:-1])]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from . import models as models
 from . import nn as nn
 from . import rules as _rules  # fills the registry
+from .errors import BudgetError as BudgetError
 from .errors import CheckpointError as CheckpointError
 from .errors import DataError as DataError
 from .errors import DeclarationError as DeclarationError
@@ -26,11 +27,11 @@ from .errors import WriteError as WriteError
 from .execute.certificate import Certificate as Certificate
 from .fused.fused_update import fused_update as fused_update
 from .gradient import grad as grad
-from .gradient import plan as plan
 from .gradient import value_and_grad as value_and_grad
 from .operator import testing as testing
 from .operator.custom_vijp import custom_vijp as custom_vijp
 from .operator.vijp import vijp as vijp
+from .planning.frontier import Frontier as Frontier
 from .planning.methods import Backprop as Backprop
 from .planning.methods import Checkpoint as Checkpoint
 from .planning.methods import Forward as Forward
@@ -39,6 +40,10 @@ from .planning.methods import ProjectedForward as ProjectedForward
 from .planning.methods import PureForward as PureForward
 from .planning.methods import Reversible as Reversible
 from .planning.report import Plan as Plan
+from .preview import Memory as Memory
+from .preview import frontier as frontier
+from .preview import memory as memory
+from .preview import plan as plan
 from .rules.fragments import Fragment as Fragment
 from .rules.generic import MatrixFree as MatrixFree
 from .rules.registry import register_vijp as register_vijp

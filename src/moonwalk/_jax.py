@@ -697,6 +697,31 @@ def bind_now(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
 _Staged = _internal("DynamicJaxprTracer") or ()
 
 
+def sharding(array: Any) -> Any:
+    """How an array, or a type of one, was put on devices; None if nobody said."""
+    found = getattr(array, "sharding", None)
+    return found if len(getattr(found, "device_set", ())) > 1 else None
+
+
+def default_device() -> Any:
+    """The device that programs run on unless their arguments say otherwise."""
+    chosen = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.devices()[0]
+
+
+def device_bytes() -> int | None:
+    """How much memory the default device has, as far as it says."""
+    found = default_device().memory_stats() or {}
+    return found.get("bytes_limit")
+
+
+def free_bytes() -> int | None:
+    """How much of it is free."""
+    found = default_device().memory_stats() or {}
+    limit = found.get("bytes_limit")
+    return None if limit is None else limit - found.get("bytes_in_use", 0)
+
+
 def is_staged(*arrays: Any) -> bool:
     """Whether the arrays belong to a program that is being staged, as by `jax.jit`.
 

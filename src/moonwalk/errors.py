@@ -50,6 +50,10 @@ class PlanMismatchError(MoonwalkError, ValueError):
     """A plan was used with a function, or with shapes, that it was not made for."""
 
 
+class BudgetError(MoonwalkError, ValueError):
+    """No plan fits into the memory that is allowed."""
+
+
 class EffectError(MoonwalkError, ValueError):
     """A loss reads the answer of a host callback, which a second forward pass would call again."""
 

@@ -1,4 +1,4 @@
-"""`value_and_grad`, `grad` and `plan`: pytrees, argument checks, and nothing else."""
+"""`value_and_grad` and `grad`: pytrees, argument checks, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from .errors import DeclarationError, InexactError, PlanMismatchError, PlanWarni
 from .execute import forward_mode
 from .execute.certificate import Certificate, Findings, Place, summary
 from .execute.engine import Engine
+from .execute.residuals import nbytes
 from .network import loss
 from .network.cutting import Network
 from .planning import checkpoint, pure_forward, report, reversible
 from .planning import moonwalk as moonwalk_policy
+from .planning.draft import PlanRequest, enforce_weight_alarms
 from .planning.methods import (
     Backprop,
     Checkpoint,
@@ -97,7 +99,7 @@ def value_and_grad(
     """
     check_method(method)
     _check_certify("value_and_grad", method, certify)
-    _check_holomorphic("value_and_grad", method, holomorphic)
+    check_holomorphic("value_and_grad", method, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ def grad(
     """
     check_method(method)
     _check_certify("grad", method, certify)
-    _check_holomorphic("grad", method, holomorphic)
+    check_holomorphic("grad", method, holomorphic)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -142,36 +144,6 @@ def grad(
         return result if len(result) > 1 else gradients
 
     return wrapped
-
-
-def plan(
-    fun: Callable[..., Any],
-    *args: Any,
-    method: Method = _DEFAULT,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    **kwargs: Any,
-) -> Plan:
-    """How `moonwalk.value_and_grad(fun)` differentiates at these arguments.
-
-    Arguments may be `jax.ShapeDtypeStruct`s. Where they are concrete, gains that a trace cannot bound
-    are measured on them; handed to `method=`, the plan carries them into `jit`.
-
-    **Example:**
-
-    >>> import jax.numpy as jnp, moonwalk as mw
-    >>> loss = lambda w, x: jnp.sum(jnp.abs(x @ mw.declare(w, "orthogonal")))
-    >>> mw.plan(loss, jnp.eye(2), jnp.ones((4, 2))).walks
-    False
-    """
-    if isinstance(method, Plan):
-        method = method.method
-    settings = check_planned("plan", method)
-    _check_holomorphic("plan", settings, holomorphic)
-    call = Call("plan", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
-    return call.plan(settings, anew=True)[1]
 
 
 def check_method(method: Any) -> None:
@@ -194,7 +166,7 @@ def _check_certify(name: str, method: Any, certify: bool) -> None:
         )
 
 
-def _check_holomorphic(name: str, method: Any, holomorphic: bool) -> None:
+def check_holomorphic(name: str, method: Any, holomorphic: bool) -> None:
     if holomorphic and isinstance(method, Forward | ProjectedForward | PureForward):
         raise ValueError(
             f"{name}(holomorphic=True): {type(method).__name__} takes derivatives along real directions "
@@ -385,15 +357,11 @@ class Call:
 
         `anew`: measure gains even if an earlier call has measured them.
         """
-        signature = self.signature()
         given = method if isinstance(method, Plan) else None
         if given is not None:
-            _match(given, signature)
+            _match(given, self.signature())
         settings = method.method if isinstance(method, Plan) else method
-        staged = self.stage(settings.inputs)
-        loss.refuse_effects(staged.jaxpr)
-        network = loss.cut(staged)
-        values = self._values(staged)
+        staged, network = self._cut(settings)
         numbers = self._python_numbers()
         if given is not None and (given.fits(network) or given.numbers == numbers):
             described = given
@@ -401,10 +369,9 @@ class Call:
             # A Python number is part of the traced function, but under jit it is an array argument. A
             # plan for the one may not fit the other; then a new one is made from its measured gains.
             gains = () if given is None else given.gains
-            described = self._planned(network, settings, signature, values, fused, anew, gains)
-            described = replace(described, numbers=numbers)
+            (described,) = self._planned(staged, network, settings, fused, anew, gains)
         executors = described.bind(network)
-        moonwalk_policy.enforce_weight_alarms(network, executors, values)
+        enforce_weight_alarms(network, executors, self._values(staged))
 
         def complete() -> Plan:
             return (
@@ -418,6 +385,34 @@ class Call:
         advised = given is None and not fused and isinstance(settings, Moonwalk | PureForward)
         reads = anew or (advised and described.saves_little)
         return Engine(staged, network, executors), complete() if reads else described, staged
+
+    def frontier(self, method: Moonwalk) -> list[Plan]:
+        """The plans from least memory to least time, with their rows."""
+        staged, network = self._cut(method)
+        found = self._planned(staged, network, method, planner=moonwalk_policy.plans, anew=True)
+        return [report.with_rows(p, network, p.bind(network), fused=False) for p in found]
+
+    def compile(self, plan: Plan) -> Any:
+        """The gradient by a plan, compiled for arguments of these types."""
+        engine, _, staged = self.plan(plan)
+
+        def run(*flat: Any) -> Any:
+            out, gradients, found = engine(*flat)
+            return out, enforce(gradients, found, engine.places, plan.method)
+
+        flat = (*self.leaves, *self.others, *staged.staged.consts)
+        variables = (*staged.jaxpr.invars, *staged.jaxpr.constvars)
+        types = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=_jax.sharding(a))
+            for v, a in zip(variables, flat, strict=True)
+        ]
+        return _jax.compiled(jax.jit(run), *types)
+
+    def _cut(self, method: Planned) -> tuple[loss.Staging, Network]:
+        """The loss, staged and cut."""
+        staged = self.stage(method.inputs)
+        loss.refuse_effects(staged.jaxpr)
+        return staged, loss.cut(staged)
 
     def _values(self, staged: loss.Staging) -> dict[Any, Any] | None:
         """Values of the jaxpr's inputs and constants, in an eager call."""
@@ -439,23 +434,31 @@ class Call:
 
     def _planned(
         self,
+        staged: loss.Staging,
         network: Network,
         method: Planned,
-        signature: Any,
-        values: Any,
-        fused: bool,
-        anew: bool,
+        fused: bool = False,
+        anew: bool = False,
         gains: Any = (),
-    ) -> Plan:
+        planner: Any = None,
+    ) -> list[Plan]:
+        """One plan, or all that another `planner` returns."""
+        signature, values, numbers = self.signature(), self._values(staged), self._python_numbers()
         # Only among eager calls: what jit compiles must not depend on earlier calls.
         cache = _cache_for(self.fun) if self._is_eager() else None
         if cache is not None and not anew and not gains:
             gains = cache.get((signature, method), ())
-        request = moonwalk_policy.PlanRequest(signature, gains, values, fused)
-        described = _PLANNERS[type(method)](network, method, request)
+        results = [v.aval for v in (*staged.order, *staged.jaxpr.outvars)]
+        arguments = [v.aval for v in (*staged.jaxpr.invars, *staged.jaxpr.constvars)]
+        held = nbytes(*arguments), nbytes(*results)
+        request = PlanRequest(signature, gains, values, fused, *held)
+        if planner is None:
+            found = [_PLANNERS[type(method)](network, method, request)]
+        else:
+            found = planner(network, method, request)
         if cache is not None and values is not None:
-            cache[signature, method] = described.gains
-        return described
+            cache[signature, method] = found[0].gains
+        return [replace(plan, numbers=numbers) for plan in found]
 
     def measuring(self, method: Method, run: Callable[[], Any]) -> Any:
         """`run()`; if weights have drifted since their gains were measured, measure again, once."""

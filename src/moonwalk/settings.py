@@ -7,6 +7,7 @@ mistake.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -82,3 +83,31 @@ def sizes(owner: str, name: str, given: Any, ranks: Collection[int], rule: str) 
     if not is_sequence or len(given) not in ranks or not all(is_count(n) for n in given):
         raise refuse(owner, name, rule, tuple(given) if isinstance(given, list) else given)
     return tuple(int(n) for n in given)
+
+
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def size(owner: str, name: str, given: Any) -> int:
+    """Bytes, from a whole number or from words such as '24GB' (10⁹) and '24GiB' (2³⁰).
+
+    **Example:**
+
+    >>> size("Moonwalk", "budget", "1.5 kB"), size("Moonwalk", "budget", "2MiB")
+    (1500, 2097152)
+    """
+    rule = "is a number of bytes above zero, or a size such as '24GB' or '512MiB'"
+    if is_count(given):
+        return int(given)
+    found = None
+    if isinstance(given, str):
+        pattern = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*"
+        found = re.fullmatch(pattern, given, re.IGNORECASE)
+    if found is None or (found[3] and not found[2]):
+        raise refuse(owner, name, rule, given)
+    unit = found[2].upper()
+    whole = int(float(found[1]) * (_BINARY[unit] if found[3] else _DECIMAL[unit]))
+    if not whole:
+        raise refuse(owner, name, rule, given)
+    return whole

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from moonwalk import settings
 from moonwalk.lab.bench import Request, command, experiments, runner, text
 from moonwalk.lab.bench import __main__ as plain
 from moonwalk.lab.bench.tasks import Table, Task, record
@@ -193,13 +194,13 @@ def test_the_module_needs_neither_typer_nor_rich():
     ("given", "bytes_"), [("24GB", 24 * 10**9), ("24 GiB", 24 * 2**30), ("1.5m", 1500000), ("512", 512)]
 )
 def test_sizes(given, bytes_):
-    assert command.size(given) == bytes_
+    assert settings.size("moonwalk bench", "limit", given) == bytes_
 
 
 @pytest.mark.parametrize("given", ["", "GB", "-3GB", "24 gigs", "3iB", "0GB"])
 def test_no_sizes(given):
-    with pytest.raises(ValueError, match="expected a size such as|leaves no room"):
-        command.size(given)
+    with pytest.raises(ValueError, match="limit is a number of bytes above zero, or a size such as"):
+        settings.size("moonwalk bench", "limit", given)
 
 
 def test_cells_and_lines():

@@ -23,21 +23,27 @@ from ..network.cutting import Network, Node
 from ..segments.costs import NodeCost
 from ..segments.loop import TiledExecutor
 from ..segments.store import NestedExecutor, RecomputeExecutor, StoreExecutor, store_or_recompute
-from . import moonwalk, timeline
+from . import draft, search
+from .draft import PlanRequest
 from .methods import Checkpoint
-from .moonwalk import PlanRequest
 from .report import Plan
 from .search import Choice
 
 
 def plan(network: Network, method: Checkpoint, call: PlanRequest) -> Plan:
     """Like `moonwalk.plan`; nothing is walked, so there is nothing to measure."""
-    made = moonwalk.draft(network, method, gains=call.gains, fused=call.fused)
+    made = draft.draft(network, method, gains=call.gains, fused=call.fused)
     choice = made.plain
     if method.segments is not None:
         choice = in_segments(made.network, made.costs, method.segments)
-    described = made.describe(choice, method, call.signature)
+    described = made.describe(choice, method, call)
     return replace(described, rerun=sum(s.rerun for s in choice.segments))
+
+
+def by_hand(network: Network, costs: Sequence[NodeCost]) -> list[Choice]:
+    """What an engineer would try first: a checkpoint around every block, or around √depth of them."""
+    depth = sum(u.layers for u in _units(network))
+    return [in_segments(network, costs, asked) for asked in ("block", "sqrt")] if depth else []
 
 
 class Unit(NamedTuple):
@@ -65,8 +71,7 @@ def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -
                 "network whose input is differentiated is one only if that is named in inputs=)"
             )
         segments = _evenly(network, units, -(-depth // max(1, count)), may_divide=asked == "sqrt")
-    kept = sum(s.kept_bytes for s in segments)
-    return Choice(list(segments), kept, timeline.peak(network, segments, costs))
+    return search.priced(network, costs, segments, sum(s.kept_bytes for s in segments))
 
 
 def _units(network: Network) -> list[Unit]:

@@ -180,6 +180,10 @@ class Moonwalk:
 
     **Arguments:**
 
+    - `budget`: the memory that a call may take, arguments and results included: bytes, a size such as
+        "8GiB" or "24GB", or "device": what the default device has free when the plan is made. The
+        fastest plan is chosen whose predicted peak fits; `BudgetError` if none does. None: the plan of
+        least memory, or a faster one within a tenth of it.
     - `tolerance`: the relative error of a cotangent that a plan may predict before it places an anchor.
         None: 1e-11 in float64, 1e-4 in float32, 1e-2 in bfloat16 and float16. `math.inf`: no anchors for
         accuracy's sake, and whatever has a rule may be walked; certificates are held to the default.
@@ -207,9 +211,12 @@ class Moonwalk:
     inputs: tuple[int, ...] = ()
     on_inexact: str = "raise"
     walk: str = "auto"
+    budget: int | str | None = None
 
     def __post_init__(self) -> None:
         settings.choice("Moonwalk", "walk", self.walk, WALK)
+        if self.budget is not None and self.budget != "device":
+            settings.size("Moonwalk", "budget", self.budget)
         if self.anchor_every is not None:
             _set(self, "anchor_every", _counted(self, "anchor_every", "counts layers"))
         if self.fragment is not None and not isinstance(self.fragment, Fragment):

@@ -1,123 +1,143 @@
-"""`Moonwalk`: the cheapest mixture of walking, storing, recomputing and inverting."""
+"""`Moonwalk`: the cheapest mixture of walking, storing, recomputing and inverting.
+
+Without a budget: the plan with the lowest peak or, if others come close to it, the fastest of these.
+With one: the fastest plan that fits. Either way the plans that a good engineer would write by hand,
+`jax.checkpoint` around every block or around the square root of their number, are among the candidates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
 
-from .. import _jax
-from .._jax import Literal
-from ..execute.residuals import nbytes
+from .. import _jax, settings
+from ..errors import BudgetError
 from ..network.cutting import Network
-from ..rules import alarms
-from ..rules.registry import Gain
-from ..segments.base import Executor, Proposer
-from ..segments.costs import NodeCost, node_costs
+from ..segments.base import Proposer, format_bytes, line_of
 from ..segments.invert import InvertProposer
-from ..trace import graph
-from ..trace.declare import declare_p
-from ..trace.partition import MOVING
-from . import report, search, tolerance
-from .cotangents import GainTable, Options
+from ..segments.store import StoreExecutor
+from . import checkpoint, report, search
+from .draft import Draft, PlanRequest, draft, plain_proposers
 from .methods import Moonwalk
-from .plain import Plain, RecomputeProposer, StoreProposer
 from .report import Plan
 from .search import Choice
-from .timeline import live_bytes
+from .timeline import Timeline, live_bytes
 from .walks import RerunProposer, TileProposer, WalkBoundProposer, WalkProposer, Walks, cut_evenly
 
-
-class PlanRequest(NamedTuple):
-    """What every planner is told about a call, besides the loss and the method.
-
-    `signature`: names and types of the arguments; `gains`: those that an earlier plan measured;
-    `values`: values of the jaxpr's inputs, if gains are to be measured; `fused`: whether the plan is for
-    `fused_update`.
-    """
-
-    signature: tuple[tuple[str, str], ...]
-    gains: Iterable[tuple[Any, Gain]]
-    values: dict[Any, Any] | None
-    fused: bool
-
-
-class Draft(NamedTuple):
-    """A loss, cut and costed: what every method plans from."""
-
-    network: Network
-    table: GainTable
-    options: Options
-    tolerance: float
-    costs: list[NodeCost]
-    plain: Choice  # without walks
-
-    def describe(self, choice: Choice, method: Any, signature: Any) -> Plan:
-        """The choice as a printable plan, with limits set for its certificates."""
-        prologue = self.network.weight_prologue
-        segments = choice.segments
-        limit = tolerance.tolerance_of(self.network, method, segments, self.tolerance)
-        limit = tolerance.hold_to(limit, self.network, method, segments)
-        return report.describe(
-            self.network,
-            choice,
-            self.plain,
-            self.costs,
-            method,
-            limit,
-            signature,
-            tuple(self.table.recorded.items()),
-            sum(nbytes(v.aval) for e in prologue if _computes(e) for v in e.outvars),
-        )
-
-
-def draft(
-    network: Network,
-    method: Any,
-    *,
-    gains: Iterable[tuple[Any, Gain]] = (),
-    values: dict[Any, Any] | None = None,
-    fused: bool = False,
-) -> Draft:
-    """Cost a network and find its best plan without walks. Arguments are as for `PlanRequest`."""
-    table = GainTable(gains, known_values(network, values))
-    options, limit = tolerance.options_for(network, method)
-    costs = node_costs(network, fused=fused)
-    plain = search.choose(network, costs, _plain_proposers(network, costs))
-    assert plain is not None, "every node can be stored or recomputed"
-    return Draft(network, table, options, limit, costs, plain)
-
-
-def _plain_proposers(
-    network: Network, costs: Sequence[NodeCost], free: Sequence[bool] | None = None
-) -> list[Proposer]:
-    """Proposers of stored and recomputed segments; `free`: the nodes that need not be walked."""
-    free = [True] * len(costs) if free is None else free
-    plain = Plain(network, costs, live_bytes(network), free)
-    return [StoreProposer(plain), RecomputeProposer(plain)]
-
-
-def known_values(network: Network, values: dict[Any, Any] | None) -> dict[Any, Any] | None:
-    """`values` of the jaxpr's inputs, and what the prologues make of them."""
-    if values is None:
-        return None
-    values = dict(values)
-    for e in (*network.data_prologue, *network.weight_prologue):
-        if not _jax.has_effects(e) and all(isinstance(v, Literal) or v in values for v in e.invars):
-            graph.run([e], values)
-    return values
+_LIMITS = 6  # on transient bytes, tried for each worth of a second beside the plan of least memory
+_MANY_LIMITS = 16  # the same for a whole frontier
 
 
 def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
-    """The cheapest mixture that the search finds."""
-    made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
-    choice = _with_walks(made)
-    if made.plain.peak <= report.WORTH * choice.peak and not made.options.always:
-        choice = made.plain
-    return made.describe(choice, method, call.signature)
+    """The plan of least memory, or the fastest within the method's budget."""
+    if method.budget is not None:
+        return plans(network, method, call)[-1]
+    seen: list[Choice] = []
+    made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused, seen=seen)
+    return made.describe(_smallest(made, seen), method, call)
 
 
-def _with_walks(made: Draft) -> Choice:
-    """The best choice that may also walk and invert."""
+def plans(network: Network, method: Moonwalk, call: PlanRequest) -> list[Plan]:
+    """The plans that no other is both as small and as fast as, the smallest first.
+
+    With a budget, only those that fit; raises BudgetError if none does.
+    """
+    seen: list[Choice] = []
+    made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused, seen=seen)
+    found = search.frontier(_candidates(made, seen))
+    budget = None if method.budget is None else _budget(method)
+    if budget is not None:
+        found = _within(budget, found, made, method, call)
+    return [replace(made.describe(c, method, call), budget_bytes=budget) for c in found]
+
+
+def _smallest(made: Draft, seen: list[Choice]) -> Choice:
+    """The choice of least memory, or a faster one that takes little more."""
+    best = _with_walks(made, seen)
+    if made.options.always:
+        return best
+    if made.plain.peak <= report.WORTH * best.peak:
+        best = made.plain
+    elif made.options.checkpoint not in (None, "auto"):
+        return best  # walks in segments as asked for
+    by_hand = checkpoint.by_hand(made.network, made.costs)
+    # Close to the least, but never above what a checkpoint around every block would take.
+    limit = max(best.peak, min([report.WORTH * best.peak, *(c.peak for c in by_hand[:1])]))
+    near = [best, *by_hand, *seen]
+    if best is made.plain:
+        proposers = plain_proposers(made.network, made.costs)
+        near += search.faster(made.network, made.costs, proposers, below=limit, count=_LIMITS)
+    return min((c for c in near if c.peak <= limit), key=lambda c: (c.seconds, c.peak))
+
+
+def _candidates(made: Draft, seen: list[Choice]) -> list[Choice]:
+    """Choices from least memory to least time."""
+    network, costs = made.network, made.costs
+    found = [_with_walks(made, seen), *seen]
+    if made.options.always:
+        return found
+    found += [made.plain, *checkpoint.by_hand(network, costs)]
+    proposers = plain_proposers(network, costs)
+    most = sum(c.full for c in costs) + 1
+    found += search.faster(network, costs, proposers, below=most, count=_MANY_LIMITS)
+    if not any(node.checkpointed for node in network.nodes):
+        found.append(search.priced(network, costs, [StoreExecutor(network, 0, len(network.nodes))]))
+    return found
+
+
+def _budget(method: Moonwalk) -> int:
+    """The method's budget in bytes."""
+    if method.budget != "device":
+        return settings.size("Moonwalk", "budget", method.budget)
+    free = _jax.free_bytes()
+    if free is None:
+        raise BudgetError(
+            "Moonwalk(budget='device'): this device does not say how much memory it has; name a number "
+            "of bytes, or a size such as '8GiB'"
+        )
+    return free
+
+
+def _within(
+    budget: int, choices: Sequence[Choice], made: Draft, method: Moonwalk, call: PlanRequest
+) -> list[Choice]:
+    """The choices that fit a budget; BudgetError if none does."""
+    beside = call.argument_bytes + call.result_bytes
+    fitting = [c for c in choices if made.temporaries(c) + beside <= budget]
+    if fitting:
+        return fitting
+    asked = f"Moonwalk(budget={method.budget!r})"
+    if method.budget == "device":
+        asked += f" ({format_bytes(budget)} are free)"
+    parts = f"arguments {format_bytes(call.argument_bytes)}, results {format_bytes(call.result_bytes)}"
+    if beside > budget:
+        raise BudgetError(
+            f"{asked}: the arguments and the results alone take {format_bytes(beside)} ({parts}); raise "
+            "the budget, or shard the arguments over more devices"
+        )
+    least = choices[0]
+    temporaries = made.temporaries(least)
+    raise BudgetError(
+        f"{asked}: the least that a plan takes is about {format_bytes(temporaries + beside)} ({parts}, "
+        f"temporaries {format_bytes(temporaries)}), most of it for {_largest(made, least)}; raise the "
+        "budget, or make that smaller (a smaller batch, or shorter examples)"
+    )
+
+
+def _largest(made: Draft, choice: Choice) -> str:
+    """The node that takes most where the peak of a choice is."""
+    timeline = Timeline(made.network, made.costs)
+    segment = timeline.busiest(choice.segments)
+    if segment is None:
+        return "the weights' own prologue"
+    places = range(segment.start, segment.stop)
+    node = made.network.nodes[max(places, key=lambda i: timeline.states(i) + made.costs[i].full)]
+    line = line_of(node)
+    return node.describe() + (f" at {line}" if line else "")
+
+
+def _with_walks(made: Draft, seen: list[Choice]) -> Choice:
+    """The best choice that may also walk and invert; `seen` takes those that were evaluated."""
     network, options, costs = made.network, made.options, made.costs
     walks = Walks(network, options, made.table, live_bytes(network))
     inverted: list[Proposer] = []
@@ -128,19 +148,21 @@ def _with_walks(made: Draft) -> Choice:
     best = None if inverted or options.always else made.plain
     if _may_pay(made, walks, inverted):
         must = [options.always and not never for never in walks.never]
-        store, recompute = _plain_proposers(network, costs, [not m for m in must])
+        store, recompute = plain_proposers(network, costs, [not m for m in must])
         walker = WalkProposer(walks)
         walked: list[Proposer] = [walker]
         rerun: list[Proposer] = []
         if options.checkpoint == "auto":
             walked, rerun = [*walked, TileProposer(walks)], [RerunProposer(walks)]
-        # Among offers that keep equally much, the earlier proposer wins.
+        # Among offers that cost equally much, the earlier proposer wins.
         every = [store, *walked, *inverted, recompute, *rerun]
         recovers = not options.always
-        best = search.choose(network, costs, every, best=best, thorough=False, recovers=recovers)
+        best = search.choose(
+            network, costs, every, best=best, thorough=False, recovers=recovers, seen=seen
+        )
     if inverted:
-        store, recompute = _plain_proposers(network, costs)
-        best = search.choose(network, costs, [store, *inverted, recompute], best=best)
+        store, recompute = plain_proposers(network, costs)
+        best = search.choose(network, costs, [store, *inverted, recompute], best=best, seen=seen)
     assert best is not None
     if options.checkpoint not in (None, "auto"):
         return search.realise(network, costs, cut_evenly(walker, best.chosen, options.checkpoint))
@@ -157,7 +179,7 @@ def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
     options = made.options
     if options.always or options.checkpoint is not None:
         return True
-    store, recompute = _plain_proposers(made.network, made.costs)
+    store, recompute = plain_proposers(made.network, made.costs)
     below = made.plain.peak / report.WORTH
     for light in (False, True):  # the bound that takes no trace first
         bound = WalkBoundProposer(walks, light=light)
@@ -165,19 +187,3 @@ def _may_pay(made: Draft, walks: Walks, inverted: Sequence[Proposer]) -> bool:
         if not search.may_choose(made.network, made.costs, proposers, bound, below):
             return False
     return True
-
-
-def enforce_weight_alarms(
-    network: Network, executors: Iterable[Executor], values: dict[Any, Any] | None
-) -> None:
-    """Raise at once if concrete weights already rule out a walk."""
-    if values is None:
-        return
-    table = GainTable((), known_values(network, values))
-    for executor in executors:
-        alarms.enforce(None, executor.weight_alarms(table), None)
-
-
-def _computes(eqn: Any) -> bool:
-    """Whether a step of the weight prologue computes new values (not an identity or a relayout)."""
-    return eqn.primitive not in MOVING and eqn.primitive not in (declare_p, _jax.pvary_p)

@@ -12,6 +12,7 @@ from ..network.cutting import Network
 from ..segments.base import Offer, Proposer, Realised
 from ..segments.costs import NodeCost
 from ..segments.loop import TiledExecutor
+from ..segments.seconds import node_seconds
 from ..segments.store import NestedExecutor, StoreExecutor, may_run_again, store_or_recompute
 
 
@@ -30,6 +31,7 @@ class Plain:
         free: Sequence[bool],
     ):
         self.network, self.costs, self.live = network, costs, live
+        self.forward = [n.forward for n in node_seconds(network)]
         sizes = [c.full if f else math.inf for c, f in zip(costs, free, strict=True)]
         # A node that calls back runs once, even if the user wrapped it in `jax.checkpoint`.
         asked = [node.checkpointed and not node.calls_once for node in network.nodes]
@@ -92,12 +94,14 @@ class StoreProposer(Proposer):
     def limits(self) -> set[int]:
         return set()
 
-    def begin(self, limit: int) -> None:
-        del limit  # a stored node takes nothing besides what it keeps
+    def begin(self, limit: int, worth: float) -> None:
+        del limit, worth  # a stored node takes nothing besides what it keeps
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         del best
-        yield Offer(stop - 1, stop, self.plain.stored[stop - 1])
+        i = stop - 1
+        again = self.plain.forward[i] if self.plain.costs[i].period is not None else 0.0
+        yield Offer(i, stop, self.plain.stored[i], seconds=again)
 
     def realise(self, offer: Offer) -> Realised:
         return self.plain.realise(offer)
@@ -120,8 +124,9 @@ class RecomputeProposer(Proposer):
             limit *= 1.5
         return found
 
-    def begin(self, limit: int) -> None:
-        self.stretches = Stretches(self.plain.recomputed, self.plain.live, limit)
+    def begin(self, limit: int, worth: float) -> None:
+        plain = self.plain
+        self.stretches = Stretches(plain.recomputed, plain.live, plain.forward, limit, worth)
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         return self.stretches.ending_at(stop, best)
@@ -131,18 +136,27 @@ class RecomputeProposer(Proposer):
 
 
 class Stretches:
-    """For each node, the recomputed stretch that ends there, takes at most a limit, and keeps least.
+    """For each node, the recomputed stretch that ends there, takes at most a limit, and is cheapest.
 
-    `sizes`: what each node takes; infinite if it may not be recomputed. The starts within the limit form
-    a window that slides over the nodes. It holds only starts that keep less than every later one, so
+    `sizes`: what each node takes; infinite if it may not be recomputed. `again`: seconds that each node
+    takes if it runs once more, of which one is `worth` so many bytes. The starts within the limit form a
+    window that slides over the nodes. It holds only starts that are cheaper than every later one, so
     each start enters and leaves once.
     """
 
-    def __init__(self, sizes: Sequence[float], live: Sequence[int], limit: int):
+    def __init__(
+        self,
+        sizes: Sequence[float],
+        live: Sequence[int],
+        again: Sequence[float],
+        limit: int,
+        worth: float,
+    ):
         never = 1 << 62
         whole = [never if math.isinf(b) else int(b) for b in sizes]
         self.prefix = list(itertools.accumulate(whole, initial=0))
-        self.live, self.limit = live, limit
+        self.seconds = list(itertools.accumulate(again, initial=0.0))
+        self.live, self.limit, self.worth = live, limit, worth
         n = len(sizes)
         self.narrow = {
             i
@@ -151,21 +165,24 @@ class Stretches:
         }
         # A stretch must be able to begin right after a node that cannot be part of one.
         self.narrow |= {i + 1 for i, size in enumerate(sizes) if math.isinf(size)}
-        self.window: deque[tuple[float, int]] = deque()  # (bytes kept, start), both growing
+        self.window: deque[tuple[float, int]] = deque()  # (cost, start), both growing
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         """The best offer that ends at a node; to be called for every node in turn."""
         window, prefix = self.window, self.prefix
         if stop - 1 in self.narrow:
-            kept = best[stop - 1] + self._start_bytes(stop - 1)
-            while window and window[-1][0] > kept:
+            # What later nodes take if they run once more is the same for all starts.
+            cost = best[stop - 1] + self._start_bytes(stop - 1) - self.worth * self.seconds[stop - 1]
+            while window and window[-1][0] > cost:
                 window.pop()
-            window.append((kept, stop - 1))
+            window.append((cost, stop - 1))
         while window and prefix[stop] - prefix[window[0][1]] > self.limit:
             window.popleft()
         if window:
             start = window[0][1]
-            yield Offer(start, stop, self._start_bytes(start), prefix[stop] - prefix[start])
+            transient = prefix[stop] - prefix[start]
+            again = self.seconds[stop] - self.seconds[start]
+            yield Offer(start, stop, self._start_bytes(start), transient, again)
 
     def _start_bytes(self, start: int) -> int:
         """Bytes of the state that a stretch starts from; the first is an argument and costs nothing."""

@@ -17,19 +17,19 @@ from ..segments.store import store_or_recompute
 from ..segments.sweep import SweepExecutor, find_seeds, obstacles
 from ..segments.walk import WalkExecutor
 from ..trace import graph
-from . import cotangents, moonwalk, timeline
+from . import cotangents, draft, search
 from .cotangents import GainTable, Options
+from .draft import PlanRequest
 from .methods import PureForward
-from .moonwalk import PlanRequest
 from .report import Plan
 from .search import Choice
 
 
 def plan(network: Network, method: PureForward, call: PlanRequest) -> Plan:
     """Like `moonwalk.plan`. The closure is always computed and enforced, for a few JVPs of the head."""
-    made = moonwalk.draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
+    made = draft.draft(network, method, gains=call.gains, values=call.values, fused=call.fused)
     choice = choose(network, made.options, made.table, method, made.costs)
-    return made.describe(choice, method, call.signature)
+    return made.describe(choice, method, call)
 
 
 def choose(
@@ -84,7 +84,7 @@ def choose(
     stem = store_or_recompute(network, 0, start) if start else None
     head = store_or_recompute(network, stop, n) if stop < n else None
     sweep = SweepExecutor(network, walk, stem, head, method.chunk, method.per_example)
-    return Choice([sweep], 0, timeline.peak(network, [sweep], costs))
+    return search.priced(network, costs, [sweep], 0)
 
 
 _WAYS_OUT = (

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,9 +21,10 @@ from ..segments.base import Row as Row
 from ..segments.base import format_bytes as format_bytes
 from ..segments.codec import in_plans
 from ..segments.costs import NodeCost, node_costs
+from ..segments.seconds import device_kind
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
 from .search import Choice
-from .timeline import backprop_peak
+from .timeline import backprop_peak, backprop_seconds
 from .tolerance import Planned
 
 for _method in (Moonwalk, PureForward, Checkpoint, Reversible):
@@ -62,6 +64,29 @@ class Plan:
     numbers: tuple[str, ...] = ()  # arguments that were Python numbers, and so part of the function
     inverted: int = 0  # blocks whose input is reconstructed from their output
     jvps: int = 0  # how many the seed takes (`PureForward`)
+    seconds: float = 0.0  # predicted, for the device that was there; figures compare, roughly
+    backprop_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    argument_bytes: int = 0  # of the call; `peak_bytes` is besides arguments and results
+    result_bytes: int = 0
+    device: str = ""  # what kind of device the seconds are for
+    compiled_bytes: int | None = None  # temporaries of the compiled program (`verify=True`)
+    budget_bytes: int | None = None  # what `Moonwalk(budget=...)` allows
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak with arguments and results, which a budget is compared with.
+
+        It is as compiled if the plan was verified, and predicted otherwise.
+        """
+        peak = self.peak_bytes if self.compiled_bytes is None else self.compiled_bytes
+        return peak + self.argument_bytes + self.result_bytes
+
+    @property
+    def kinds(self) -> str:
+        """How many segments of each kind there are: '12 recompute, 3 store'."""
+        counts = Counter(type(segment).__name__.lower() for segment in self.segments)
+        return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
     @property
     def walks(self) -> bool:
@@ -168,6 +193,13 @@ class Plan:
         return None
 
 
+def format_seconds(seconds: float) -> str:
+    """'12.3 ms'."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
 _said_barriers = False
 
 
@@ -265,7 +297,7 @@ def describe(
     tolerance: float,
     signature: tuple[tuple[str, str], ...],
     gains: tuple[tuple[Any, Gain], ...],
-    weight_side_bytes: int,
+    prologues: Any,
 ) -> Plan:
     """The plan without its rows, which `with_rows` adds when they are read."""
     facts = [segment.facts for segment in choice.segments]
@@ -274,10 +306,14 @@ def describe(
         method=method,
         tolerance=tolerance,
         kept_bytes=choice.kept,
-        peak_bytes=choice.peak + weight_side_bytes,
-        backprop_bytes=backprop_peak(network, costs) + weight_side_bytes,
-        checkpoint_bytes=plain.peak + weight_side_bytes,
-        weight_side_bytes=weight_side_bytes,
+        peak_bytes=prologues.beside(choice.peak),
+        backprop_bytes=prologues.beside(backprop_peak(network, costs)),
+        checkpoint_bytes=prologues.beside(plain.peak),
+        weight_side_bytes=prologues.weights if network.nodes else prologues.alone,
+        seconds=choice.seconds,
+        backprop_seconds=backprop_seconds(network),
+        checkpoint_seconds=plain.seconds,
+        device=device_kind(),
         walked=sum(f.walked for f in facts),
         anchors=sum(f.anchors for f in facts),
         fragments=sum(f.fragments for f in facts),

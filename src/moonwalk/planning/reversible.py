@@ -18,25 +18,23 @@ from ..network.cutting import Network, Node
 from ..rules.registry import Verdict
 from ..segments.invert import InvertExecutor, inverted_or_why
 from ..segments.store import StoreExecutor
-from . import moonwalk, timeline
+from . import draft, search
+from .draft import PlanRequest
 from .methods import Reversible
-from .moonwalk import PlanRequest
 from .report import Plan
-from .search import Choice
 
 
 def plan(network: Network, method: Reversible, call: PlanRequest) -> Plan:
     """Like `moonwalk.plan`. The state that inverses reconstruct is always compared with the true one."""
-    made = moonwalk.draft(network, method, gains=call.gains, fused=call.fused)
+    made = draft.draft(network, method, gains=call.gains, fused=call.fused)
     start, stop = bounds(network)
     segments: list[Any] = [StoreExecutor(network, 0, start)] if start else []
     if start < stop:
         segments.append(InvertExecutor(network, start, stop, derived=True))
     if stop < len(network.nodes):
         segments.append(StoreExecutor(network, stop, len(network.nodes)))
-    kept = sum(s.kept_bytes for s in segments)
-    choice = Choice(segments, kept, timeline.peak(network, segments, made.costs))
-    return made.describe(choice, method, call.signature)
+    choice = search.priced(network, made.costs, segments, sum(s.kept_bytes for s in segments))
+    return made.describe(choice, method, call)
 
 
 def bounds(network: Network) -> tuple[int, int]:

@@ -1,32 +1,35 @@
 """The search for a plan: which nodes become which segments.
 
 The search does not know the kinds of segments. Proposers offer segments that end at a node, each with
-the bytes it keeps and the further bytes it takes while it is differentiated. For each of several limits
-on the latter, a dynamic program over the nodes finds the sequence of offers that keeps least. Of these
-sequences, the one with the lowest peak (`timeline`) is chosen.
+the bytes it keeps, the further bytes it takes while it is differentiated, and its seconds. For each of
+several limits on the transient bytes, and for several numbers of bytes that a second is worth, a dynamic
+program over the nodes finds the sequence of offers that is cheapest. What these take is then priced by
+the timeline; those that no other is both smaller and faster than are the *frontier*.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..network.cutting import Network
 from ..segments.base import Executor, Offer, Proposer
 from ..segments.costs import NodeCost
-from . import timeline
+from .timeline import Timeline
 
 Chosen = Sequence[tuple[Proposer, Offer]]
 
 
 @dataclass
 class Choice:
-    """A way to cut the network into segments, with the bytes it keeps and its peak."""
+    """A way to cut the network into segments, with the bytes it keeps, its peak and its seconds."""
 
     segments: list[Executor]
     kept: int
     peak: int  # by `timeline`
+    seconds: float = 0.0
     transient: int = 0  # the most bytes that one segment takes besides while it is differentiated
     chosen: Chosen = ()  # the offers that it is made of
 
@@ -37,6 +40,21 @@ class Choice:
         return not any(f.walks for f in facts) or any(f.recovers for f in facts)
 
 
+def priced(
+    network: Network,
+    costs: Sequence[NodeCost],
+    segments: Sequence[Executor],
+    kept: int | None = None,
+    transient: int = 0,
+    chosen: Chosen = (),
+) -> Choice:
+    """Segments with what they take, by the timeline."""
+    timeline = Timeline(network, costs)
+    kept = sum(s.held(timeline) for s in segments) if kept is None else kept
+    peak, seconds = timeline.through(segments), timeline.lasts(segments)
+    return Choice(list(segments), kept, peak, seconds, transient, chosen)
+
+
 def choose(
     network: Network,
     costs: Sequence[NodeCost],
@@ -45,21 +63,16 @@ def choose(
     best: Choice | None = None,
     thorough: bool = True,
     recovers: bool = True,
+    seen: list[Choice] | None = None,
 ) -> Choice | None:
     """The choice with the lowest peak, `best` if none is lower.
 
     `thorough`: evaluate every choice found, even if by its estimate it takes no less than an earlier
     one. Planning walks takes time, so they are searched without this. `recovers`: leave out walks that
-    recover nothing.
+    recover nothing. `seen`: takes all choices that were evaluated.
     """
     least: float = math.inf
-    seen: list[Chosen] = []
-    for limit in _limits(proposers):
-        found = _least(len(network.nodes), proposers, limit)
-        if found is None or found[1] in seen:
-            continue
-        estimate, chosen = found
-        seen.append(chosen)
+    for estimate, chosen in _distinct(network, proposers, _limits(proposers), (0.0,)):
         if best is not None and _at_once(chosen) >= best.peak:
             continue
         if not thorough and estimate >= least:
@@ -68,9 +81,54 @@ def choose(
         least = min(least, choice.kept + choice.transient)
         if recovers and not choice.recovers:
             continue
+        if seen is not None:
+            seen.append(choice)
         if best is None or choice.peak < best.peak:
             best = choice
     return best
+
+
+def faster(
+    network: Network,
+    costs: Sequence[NodeCost],
+    proposers: Sequence[Proposer],
+    *,
+    below: float,
+    count: int,
+    recovers: bool = True,
+) -> Iterator[Choice]:
+    """Choices that may take longer or shorter, as a second is worth few bytes or many.
+
+    `below`: leave out choices that are sure to have a higher peak. `count`: how many limits to try.
+    """
+    limits = [limit for limit in _limits(proposers) if limit < below]
+    some = limits[:: max(1, len(limits) // count)] if limits else []
+    some = sorted({*some, *limits[-1:]})
+    for _, chosen in _distinct(network, proposers, some, worths(network, costs)):
+        if _at_once(chosen) >= below:
+            continue
+        choice = realise(network, costs, chosen)
+        if choice.recovers or not recovers:
+            yield choice
+
+
+def worths(network: Network, costs: Sequence[NodeCost]) -> list[float]:
+    """Bytes that a second may be worth: around what backpropagation keeps for each second of the forward
+    pass, which a checkpoint saves and spends."""
+    seconds = sum(n.forward for n in Timeline(network, costs).seconds)
+    kept = sum(c.full for c in costs)
+    if not seconds or not kept:
+        return []
+    return [kept / seconds * 4.0**k for k in (-3, -2, -1, 0, 1, 3)]
+
+
+def frontier(choices: Iterable[Choice]) -> list[Choice]:
+    """The choices that no other is both as small and as fast as, the smallest first."""
+    found: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.peak, c.seconds)):
+        if not found or choice.seconds < found[-1].seconds:
+            found.append(choice)
+    return found
 
 
 def may_choose(
@@ -81,16 +139,12 @@ def may_choose(
     below: float,
 ) -> bool:
     """Whether a choice with offers of `wanted`, which are lower bounds, stays below some peak."""
-    seen: list[Chosen] = []
-    for limit in _limits(proposers):
-        found = _least(len(network.nodes), proposers, limit)
-        if found is None or found[1] in seen:
-            continue
-        chosen = found[1]
-        seen.append(chosen)
+    timeline = Timeline(network, costs)
+    for _, chosen in _distinct(network, proposers, _limits(proposers), (0.0,)):
         if not any(proposer is wanted for proposer, _ in chosen) or _at_once(chosen) >= below:
             continue
-        if realise(network, costs, chosen).peak < below:
+        bound: list[Any] = [e for r in _realised(chosen) for e in r.executors]
+        if timeline.through(bound) < below:
             return True
     return False
 
@@ -108,20 +162,34 @@ def _limits(proposers: Sequence[Proposer]) -> list[int]:
     return sorted(set().union(*(p.limits() for p in proposers)))
 
 
-def _least(
-    n: int, proposers: Sequence[Proposer], limit: int
-) -> tuple[float, list[tuple[Proposer, Offer]]] | None:
-    """(an estimate of its bytes, the offers that keep least together); None if none cover all nodes."""
-    best = [0.0] + [math.inf] * n  # at i: the least bytes kept for the first i nodes
+def _distinct(
+    network: Network, proposers: Sequence[Proposer], limits: Sequence[int], worths: Sequence[float]
+) -> Iterator[tuple[float, Chosen]]:
+    """(an estimate of its bytes, offers) for every limit and worth, without repetitions."""
+    seen: list[Chosen] = []
+    for worth in worths:
+        for limit in limits:
+            found = _cheapest(len(network.nodes), proposers, limit, worth)
+            if found is not None and found[1] not in seen:
+                seen.append(found[1])
+                yield found
+
+
+def _cheapest(
+    n: int, proposers: Sequence[Proposer], limit: int, worth: float
+) -> tuple[float, Chosen] | None:
+    """(an estimate of its bytes, the cheapest offers together); None if no offers cover all nodes."""
+    best = [0.0] + [math.inf] * n  # at i: the least that the first i nodes cost
     back: list[tuple[Proposer, Offer] | None] = []
     for proposer in proposers:
-        proposer.begin(limit)
+        proposer.begin(limit, worth)
     for stop in range(1, n + 1):
         last = None
         for proposer in proposers:
             for offer in proposer.ending_at(stop, best):
-                if best[offer.start] + offer.kept < best[stop]:
-                    best[stop], last = best[offer.start] + offer.kept, (proposer, offer)
+                cost = best[offer.start] + offer.kept + worth * offer.seconds
+                if cost < best[stop]:
+                    best[stop], last = cost, (proposer, offer)
         back.append(last)
     if math.isinf(best[n]):
         return None
@@ -133,19 +201,32 @@ def _least(
         proposer, offer = found
         stop = offer.start
         if chosen and proposer.joins and chosen[-1][0] is proposer:
-            later = chosen.pop()[1]
-            transient = max(offer.transient, later.transient)
-            at_once = max(offer.at_once, later.at_once)
-            kept = offer.kept + later.kept
-            offer = Offer(offer.start, later.stop, kept, transient, offer.setting, at_once)
+            offer = _joined(offer, chosen.pop()[1])
         chosen.append((proposer, offer))
-    return best[n] + max((offer.transient for _, offer in chosen), default=0), chosen[::-1]
+    kept = sum(offer.kept for _, offer in chosen)
+    return kept + max((offer.transient for _, offer in chosen), default=0), chosen[::-1]
+
+
+def _joined(first: Offer, second: Offer) -> Offer:
+    return Offer(
+        first.start,
+        second.stop,
+        kept=first.kept + second.kept,
+        transient=max(first.transient, second.transient),
+        seconds=first.seconds + second.seconds,
+        setting=first.setting,
+        at_once=max(first.at_once, second.at_once),
+    )
 
 
 def realise(network: Network, costs: Sequence[NodeCost], chosen: Chosen) -> Choice:
-    """The offers as executors, with their true bytes."""
-    realised = [proposer.realise(offer) for proposer, offer in chosen]
+    """The offers as executors, with their true bytes and seconds."""
+    realised = _realised(chosen)
     segments = [executor for r in realised for executor in r.executors]
     kept = sum(int(r.kept) for r in realised)
     transient = max((int(r.transient) for r in realised), default=0)
-    return Choice(segments, kept, timeline.peak(network, segments, costs), transient, chosen)
+    return priced(network, costs, segments, kept, transient, chosen)
+
+
+def _realised(chosen: Chosen) -> list[Any]:
+    return [proposer.realise(offer) for proposer, offer in chosen]

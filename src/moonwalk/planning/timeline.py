@@ -22,8 +22,9 @@ from typing import Any
 
 from ..execute.residuals import nbytes
 from ..network.cutting import Network
-from ..segments.base import Priced
+from ..segments.base import Executor, Priced
 from ..segments.costs import NodeCost, carry_bytes
+from ..segments.seconds import NodeSeconds, device_kind, node_seconds, rates_of
 from ..segments.store import is_one_product
 
 
@@ -40,11 +41,19 @@ def backprop_peak(network: Network, costs: Sequence[NodeCost]) -> int:
     return max((timeline.reverse(i, kept[i], kept[i + 1]) for i in range(n)), default=0)
 
 
+def backprop_seconds(network: Network) -> float:
+    """What plain reverse mode takes."""
+    return sum(n.forward + n.backward for n in node_seconds(network))
+
+
 class Timeline:
     """Bytes alive while the passes go over the nodes; segments ask it for what single nodes take."""
 
+    seconds: Sequence[NodeSeconds]
+
     def __init__(self, network: Network, costs: Sequence[NodeCost]):
         self.nodes, self.costs = network.nodes, costs
+        self.seconds = node_seconds(network)
         self.live = live_bytes(network)
         self.passing = passing_bytes(network)
 
@@ -58,6 +67,25 @@ class Timeline:
             kept -= segment.held(self)
             top = max(top, kept + segment.backward_peak(self))
         return top
+
+    def busiest(self, segments: Sequence[Priced]) -> Any:
+        """The segment in which the peak lies."""
+        if not segments:
+            return None
+        held = list(itertools.accumulate((s.held(self) for s in segments), initial=0))
+        pairs = zip(segments, held, strict=False)
+        peaks = [k + max(s.forward_peak(self), s.backward_peak(self)) for s, k in pairs]
+        return segments[peaks.index(max(peaks))]
+
+    def lasts(self, segments: Sequence[Executor]) -> float:
+        """Seconds of both passes over the segments.
+
+        A state between two segments is written to memory and read again, where a compiler might have
+        fused what makes it with what reads it.
+        """
+        rates = rates_of(device_kind())
+        between = sum(2 * self.live[s.start] / rates.bandwidth + rates.launch for s in segments[1:])
+        return between + sum(segment.seconds(self) for segment in segments)
 
     def states(self, i: int) -> int:
         """The states before and after node i, passing ones once; of a loop, at least twice its carry."""

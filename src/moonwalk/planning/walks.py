@@ -12,6 +12,7 @@ from ..network.cutting import Network
 from ..segments.base import Offer, Priced, Proposer, Realised
 from ..segments.loop import TiledWalkExecutor, tile_bytes, tiled_walk
 from ..segments.scan_step import ScanStep
+from ..segments.seconds import node_seconds
 from ..segments.steps import Step
 from ..segments.walk import WalkExecutor
 from .cotangents import GainTable, Growth, Options, evenly, least_bytes, period_for, plan_walk
@@ -66,6 +67,11 @@ class Walks:
         """
         return least_bytes(self.network, self.options, self.gains, self._envs, light=light)
 
+    @functools.cached_property
+    def forward(self) -> list[float]:
+        """Seconds of each node's forward pass."""
+        return [n.forward for n in node_seconds(self.network)]
+
     def start_bytes(self, start: int) -> int:
         """Bytes of the state that a walk starts from; the first one is an argument and costs nothing."""
         return self.live[start] if start else 0
@@ -80,21 +86,25 @@ class WalkProposer(Proposer):
     def limits(self) -> set[int]:
         return set()
 
-    def begin(self, limit: int) -> None:
+    def begin(self, limit: int, worth: float) -> None:
         del limit
-        # Least bytes kept for the nodes so far if the last one is walked, and where that walk starts.
-        self.walking, self.walk_start = math.inf, 0
+        self.worth = worth
+        # The least cost of the nodes so far if the last one is walked, where that walk starts, and what
+        # it keeps and takes.
+        self.walking, self.walk_start, self.kept, self.seconds = math.inf, 0, 0.0, 0.0
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         i = stop - 1
         fresh = best[i] + self.walks.start_bytes(i)
         if fresh < self.walking:
             self.walking, self.walk_start = fresh, i
-        self.walking += self.bytes[i]
+            self.kept, self.seconds = float(self.walks.start_bytes(i)), 0.0
+        again = 2 * self.walks.forward[i]  # x once more, and a vijp
+        self.kept, self.seconds = self.kept + self.bytes[i], self.seconds + again
+        self.walking += self.bytes[i] + self.worth * again
         if self.walking < math.inf:
-            kept = self.walking - best[self.walk_start]
             # At the end of Phase II, all that a walk keeps is alive.
-            yield Offer(self.walk_start, stop, kept, at_once=kept)
+            yield Offer(self.walk_start, stop, self.kept, seconds=self.seconds, at_once=self.kept)
 
     def realise(self, offer: Offer) -> Realised:
         walk = self.walks.plan(offer.start, offer.stop)
@@ -154,8 +164,9 @@ class RerunProposer(Proposer):
             limit *= 1.25
         return found
 
-    def begin(self, limit: int) -> None:
-        self.stretches = Stretches(self.sizes, self.walks.live, limit)
+    def begin(self, limit: int, worth: float) -> None:
+        again = [3 * seconds for seconds in self.walks.forward]  # Phase I, x in Phase III, and a vijp
+        self.stretches = Stretches(self.sizes, self.walks.live, again, limit, worth)
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         return self.stretches.ending_at(stop, best)
@@ -182,7 +193,8 @@ class TileProposer(Proposer):
                 found.update(math.ceil(layer * k) for k in whole if step.length % k == 0)
         return found
 
-    def begin(self, limit: int) -> None:
+    def begin(self, limit: int, worth: float) -> None:
+        del worth
         self.limit = limit
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
@@ -194,7 +206,8 @@ class TileProposer(Proposer):
         every = evenly(step.length, max(1, min(step.length, int(self.limit / layer))))
         # A single tile saves nothing, and XLA would make room for those of several scans at once.
         if every < step.length:
-            yield Offer(stop - 1, stop, *tile_bytes(step, every), every)
+            again = 3 * self.walks.forward[stop - 1]
+            yield Offer(stop - 1, stop, *tile_bytes(step, every), again, every)
 
     def realise(self, offer: Offer) -> Realised:
         walk = self.walks.plan(offer.start, offer.stop)

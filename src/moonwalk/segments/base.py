@@ -93,6 +93,11 @@ class Priced(abc.ABC):
     def backward_peak(self, timeline: Any) -> int:
         """The same in the reverse pass."""
 
+    def seconds(self, timeline: Any) -> float:
+        """What both passes over the nodes take; at least a forward pass and a pullback of each."""
+        nodes = timeline.seconds[self.start : self.stop]
+        return sum(n.forward + n.backward for n in nodes)
+
 
 class Executor(Priced):
     """A segment, bound to a network."""
@@ -167,6 +172,7 @@ class Offer(NamedTuple):
     stop: int
     kept: float  # bytes from the forward pass to the reverse pass
     transient: float = 0  # bytes besides, while it is differentiated
+    seconds: float = 0.0  # that it takes beyond a forward pass and a pullback of each node
     setting: Any = None  # for `Proposer.realise`
     at_once: float = 0  # of what it keeps, bytes that are sure to be alive together: no peak is lower
 
@@ -175,7 +181,8 @@ class Proposer(abc.ABC):
     """How the search for a plan learns of a kind of segment.
 
     The search goes over the nodes with a limit on what a segment may take while it is differentiated,
-    once for each of several limits, and asks every proposer for segments that end at each node.
+    and with a number of bytes that a second is worth, once for each of several pairs of these. It asks
+    every proposer for segments that end at each node.
     """
 
     joins = False  # whether consecutive offers are one segment
@@ -185,14 +192,15 @@ class Proposer(abc.ABC):
         """Limits worth trying."""
 
     @abc.abstractmethod
-    def begin(self, limit: int) -> None:
-        """Go over the nodes once more, with this limit."""
+    def begin(self, limit: int, worth: float) -> None:
+        """Go over the nodes once more, with this limit; a second is worth so many bytes."""
 
     @abc.abstractmethod
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         """Segments that end before node `stop`; asked for 1, 2, … in turn.
 
-        `best`: the least bytes that the nodes before each place keep, up to there.
+        `best`: for the nodes before each place, up to there, the least bytes that they keep, with what
+        the seconds that they take are worth.
         """
 
     @abc.abstractmethod

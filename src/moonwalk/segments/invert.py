@@ -44,6 +44,7 @@ from .checks import check_limit
 from .codec import in_plans
 from .costs import NodeCost, full_residual, node_costs
 from .layers import LayerGradients, ScanLayers, body_of
+from .seconds import node_seconds
 from .store import Stretch
 
 
@@ -420,6 +421,12 @@ class InvertExecutor(Stretch):
     def backward_peak(self, timeline: Any) -> int:
         return self.transient_bytes + max(map(timeline.inverted, range(self.start, self.stop)))
 
+    def seconds(self, timeline: Any) -> float:
+        # An inverse is as much work as a forward pass, and from the input that it finds a block is
+        # linearised.
+        nodes = timeline.seconds[self.start : self.stop]
+        return super().seconds(timeline) + 2 * sum(n.forward for n in nodes)
+
     @property
     def facts(self) -> Facts:
         return Facts(checked=True, inverted=sum(part.blocks for part in self.parts))
@@ -459,7 +466,8 @@ class InvertProposer(Proposer):
     def limits(self) -> set[int]:
         return {int(offer.transient) for offer in self.offers if offer is not None}
 
-    def begin(self, limit: int) -> None:
+    def begin(self, limit: int, worth: float) -> None:
+        del worth
         self.limit = limit
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
@@ -477,6 +485,7 @@ class InvertProposer(Proposer):
 def _longest_runs(network: Network) -> list[Offer | None]:
     """By the place where they end; what they take follows from that of a run that is a node shorter."""
     found: list[Offer | None] = []
+    seconds = node_seconds(network)
     ends: dict[Any, None] = {}  # what the run leaves behind
     read: set[Any] = set()
     transient = 0
@@ -495,7 +504,8 @@ def _longest_runs(network: Network) -> list[Offer | None]:
             ends.update(dict.fromkeys((*node.block.outputs, *carries)))
             ends = {v: None for v in ends if v not in read}
         transient = max(transient, part.bytes)
-        found.append(Offer(start, stop, nbytes(*(v.aval for v in ends)), transient))
+        again = 2 * sum(n.forward for n in seconds[start:stop])  # the inverse, and to linearise
+        found.append(Offer(start, stop, nbytes(*(v.aval for v in ends)), transient, again))
     return found
 
 

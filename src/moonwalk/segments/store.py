@@ -163,6 +163,7 @@ class PlainStretch(Stretch):
     """Nodes that JAX differentiates: what it keeps of each."""
 
     kind: str
+    runs_again = False  # whether the nodes run once more before they are differentiated
 
     def __init__(self, network: Network, start: int, stop: int, tile: tuple[int, ...] = ()):
         """`tile`: of one scan, run as a scan of checkpointed scans of so many layers (of so many, …)."""
@@ -229,6 +230,12 @@ class PlainStretch(Stretch):
         if not self.tile:
             return 0
         return -(-self.nodes[0].block.eqns[0].params["length"] // self.tile[-1])
+
+    def seconds(self, timeline: Any) -> float:
+        nodes = timeline.seconds[self.start : self.stop]
+        linearised_again = sum(nodes[i].forward for i in self.again)
+        levels = len(self.tile) + self.runs_again
+        return super().seconds(timeline) + levels * sum(n.forward for n in nodes) + linearised_again
 
     def reverse_peak(self, timeline: Any, *, again: bool) -> int:
         """Of the reverse pass over the nodes. `again`: once they have run again."""
@@ -318,6 +325,7 @@ class RecomputeExecutor(PlainStretch):
     """Keeps the state at its start, and runs again."""
 
     kind = "recompute"
+    runs_again = True
 
     @property
     def reads_again(self) -> Sequence[Any]:
@@ -384,6 +392,10 @@ class NestedExecutor(Stretch):
 
     def backward_peak(self, timeline: Any) -> int:
         return self.kept_bytes + timeline.live[self.stop] + timeline.through(self.parts)
+
+    def seconds(self, timeline: Any) -> float:
+        again = sum(n.forward for n in timeline.seconds[self.start : self.stop])
+        return again + sum(part.seconds(timeline) for part in self.parts)
 
     def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
         return [row for part in self.parts for row in part.rows(costs, chosen=chosen)]

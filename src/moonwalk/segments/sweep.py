@@ -174,6 +174,12 @@ class SweepExecutor(Executor):
         seeds = nbytes(*(s.variable.aval for s in self.seeds))
         return state * 2 * (min(self.chunk, self.jvps) + 1) + seeds + 4 * state
 
+    def seconds(self, timeline: Any) -> float:
+        # A JVP is twice a forward pass; the sweep itself is a walk without Phases I and II.
+        nodes = timeline.seconds[self.start : self.stop]
+        forward = sum(n.forward for n in nodes)
+        return (2 * (self.jvps + DIRECTIONS) + 3) * forward + sum(n.wrt_theta for n in nodes)
+
     # -- what others ask ---------------------------------------------------------------------------
     @property
     def places(self) -> list[Place]:

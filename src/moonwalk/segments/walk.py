@@ -290,6 +290,14 @@ class WalkExecutor(Executor):
             after -= memos[k]
         return timeline.start(self) + top
 
+    def seconds(self, timeline: Any) -> float:
+        nodes = timeline.seconds[self.start : self.stop]
+        # Phase I twice if it is run again, Phase II, and in Phase III up to the last weight: x, h by a
+        # vijp, which is as much work as a forward pass, and the gradients.
+        forward = (1 + self.recomputed) * sum(n.forward for n in nodes)
+        swept = sum(2 * n.forward + n.wrt_theta for n in nodes[: self.end])
+        return forward + sum(n.wrt_x for n in nodes) + swept
+
     # -- what others ask ---------------------------------------------------------------------------
     @property
     def all_steps(self) -> list[Step]:

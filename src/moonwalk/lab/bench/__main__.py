@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
+from ... import settings
 from . import command, experiments
 from .tasks import Request
 from .text import Lines
@@ -19,7 +21,11 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="the smallest sizes that still show something")
     add("--device", default="auto", help="cpu, gpu, or auto: a GPU where there is one")
     add("--out", type=Path, default=command.Options.out, help="the folder for what it leaves")
-    add("--limit", type=command.size, help="of depth and batch, such as 24GB")
+    add(
+        "--limit",
+        type=partial(settings.size, "moonwalk bench", "limit"),
+        help="of depth and batch, such as 24GB",
+    )
     add("--residual", action="store_true", help="fig2 with skips")
     add("--data", help="images for fig4: a folder of Fashion-MNIST, or a .npz file")
     add("--seed", type=int, default=0, help="of weights and data")

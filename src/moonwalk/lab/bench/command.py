@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -18,8 +17,6 @@ from .store import Store, load
 from .tasks import Record, Request, Table, Task
 
 DEVICES = ("auto", "cpu", "gpu")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -146,21 +143,3 @@ def report(options: Options, screen: Screen) -> None:
     every = [p for p in (options.out / f"{name}.json" for name in experiments.NAMES) if p.is_file()]
     import_module(f"{__package__}.report").write(every, options.out)
     screen.say(f"figures and report.html are in {options.out}")
-
-
-def size(given: str) -> int:
-    """'24GB' -> 24 · 10⁹, '24GiB' -> 24 · 2³⁰.
-
-    **Example:**
-
-    >>> size("1.5 kB"), size("2MiB")
-    (1500, 2097152)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", given, re.IGNORECASE)
-    if not found or (found[3] and not found[2]):
-        raise ValueError(f"expected a size such as 24GB or 512MiB, got {given!r}")
-    unit = found[2].upper()
-    bytes_ = int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
-    if not bytes_:
-        raise ValueError(f"a limit of {given!r} leaves no room")
-    return bytes_

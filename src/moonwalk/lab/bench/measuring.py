@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _jax, gradient
+from ... import _jax, preview
 from ...errors import MoonwalkError, PlanWarning
 from . import methods, networks
 from .tasks import Task
@@ -172,7 +172,7 @@ class Program:
             "extra": {},
         }
         if task.settings.get("plan"):
-            plan = gradient.plan(self.network.loss, *types)
+            plan = preview.plan(self.network.loss, *types)
             self.found["extra"] |= {"plan": plan.to_dict()["rows"], "predicted_bytes": plan.peak_bytes}
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ... import gradient
+from ... import gradient, preview
 from ...planning import methods
 from ...rules.fragments import Fragment
 from ..training.names import nearest
@@ -101,7 +101,7 @@ def _numbered(method: Any, name: str) -> Callable[..., Gradient]:
 
 
 def _measured(loss: Any, args: Any) -> Gradient:
-    return gradient.value_and_grad(loss, method=gradient.plan(loss, *args))
+    return gradient.value_and_grad(loss, method=preview.plan(loss, *args))
 
 
 _METHODS: dict[str, Callable[..., Gradient]] = {

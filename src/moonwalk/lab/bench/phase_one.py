@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ... import gradient
+from ... import preview
 from ...trace.declare import declare
 from . import measuring, methods, networks
 from .growth import roughly
@@ -25,7 +25,7 @@ from .tasks import Task
 def residuals(task: Task) -> dict[str, Any]:
     """Residuals of all layers of a network; nothing is compiled or run."""
     network = networks.make(task)
-    plan = gradient.plan(network.loss, *network.types())
+    plan = preview.plan(network.loss, *network.types())
     rows = list(plan.rows)
     inner = [
         r

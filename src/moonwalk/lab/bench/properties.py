@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import gradient
+from ... import gradient, preview
 from ...errors import MoonwalkError
 from ...operator.custom_vijp import custom_vijp
 from ...planning.methods import Moonwalk, ProjectedForward
@@ -145,6 +145,6 @@ def submersive(method: str) -> dict[str, Any]:
     error, why, walked = measuring.error(found, roughly(jax.grad(loss), *args)(*args)), "", True
     if method in WALKS:
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-        count = gradient.plan(loss, *types, method=WALKS[method]).walked
+        count = preview.plan(loss, *types, method=WALKS[method]).walked
         why, walked = f", {count} blocks walked", count > 0
     return {"submersive": walked and error <= EXACT, "submersive_why": f"off by {error:.0e}{why}"}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ... import models
+from ... import models, settings
 from ...errors import MoonwalkError
 from ..bench import Request, command, experiments
 from ..training import METHODS, OPTIMIZERS, SCHEDULES, nearest
@@ -206,7 +206,7 @@ def _experiments(given: list[str]) -> list[str]:
 
 def _size(given: str | None) -> int | None:
     try:
-        return None if given is None else command.size(given)
+        return None if given is None else settings.size("moonwalk bench", "limit", given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import equinox as eqx
 
-from ...gradient import plan
 from ...planning.methods import Checkpoint, Moonwalk, PureForward, Reversible
 from ...planning.report import Plan
+from ...preview import plan
 from ..training.names import lookup, nearest
 
 METHODS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ... import _jax, gradient, settings
+from ... import _jax, preview, settings
 from ...errors import InexactError, NonFiniteError
 from ...gradient import Unplanned
 from ...planning.methods import Backprop, Moonwalk
@@ -222,7 +222,7 @@ class _Trainer:
                 args = jax.eval_shape(lambda *a: a, *args)
             settings = stricter(settings, self.tolerance, attempt)
             with _jax.keeping_barriers():
-                planned = gradient.plan(self.loss, *args, method=settings, has_aux=True)
+                planned = preview.plan(self.loss, *args, method=settings, has_aux=True)
         self.current = planned
         if not attempt:
             self.tolerance = planned.tolerance

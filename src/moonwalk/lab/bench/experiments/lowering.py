@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from .... import gradient
+from .... import gradient, preview
 from ....errors import PlanWarning
 from .. import measuring, networks
 from ..tasks import Record, Request, Table, Task
@@ -53,7 +53,7 @@ def measure(task: Task) -> dict[str, Any]:
     types = network.types()
     jax.jit(jax.value_and_grad(network.loss)).trace(*types).lower()  # triggers imports and lazy loading
     begun = time.process_time()
-    plan = gradient.plan(network.loss, *types)
+    plan = preview.plan(network.loss, *types)
     plan_seconds = time.process_time() - begun
     make: dict[str, Callable[[Any], Any]] = {
         "jax": jax.value_and_grad,

@@ -1,0 +1,101 @@
+"""The plans between least memory and least time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from ..errors import BudgetError
+from ..segments.base import format_bytes
+from .report import Plan, format_seconds
+
+
+@dataclass(frozen=True)
+class Frontier(Sequence[Plan]):
+    """Plans none of which is both larger and slower than another, the smallest first.
+
+    Printable; a sequence of plans, each of which `method=` accepts. `total_bytes` of a plan is its
+    predicted peak with arguments and results, `seconds` its predicted time.
+    """
+
+    plans: tuple[Plan, ...]
+
+    @overload
+    def __getitem__(self, place: int) -> Plan: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, place: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.plans[place]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def within(self, budget: int) -> Plan:
+        """The fastest plan whose predicted total is within so many bytes."""
+        fitting = [plan for plan in self.plans if plan.total_bytes <= budget]
+        if not fitting:
+            raise BudgetError(
+                f"Frontier.within({budget}): the least that a plan takes is about "
+                f"{format_bytes(self.plans[0].total_bytes)}"
+            )
+        return fitting[-1]
+
+    def __str__(self) -> str:
+        first = self.plans[0]
+        beside = first.argument_bytes + first.result_bytes
+        plain = first.backprop_bytes + beside, first.backprop_seconds
+        lines = [
+            f"{len(self)} plans, least memory first; on {first.device}, predicted; of all bytes "
+            f"{format_bytes(beside)} are arguments and results",
+            f"{'':>4}  {'memory':>10}  {'time':>9}  {'over backprop':>14}  segments",
+        ]
+        for number, plan in enumerate(self.plans):
+            lines.append(_line(str(number), plan.total_bytes, plan.seconds, plain, plan.kinds))
+        lines.append(_line("", *plain, plain, "backpropagation"))
+        return "\n".join(lines)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw time over memory with matplotlib; returns the axes.
+
+        **Arguments:**
+
+        - `axes`: matplotlib axes to draw on; None: new ones.
+        """
+        if axes is None:
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError as error:
+                raise ImportError(
+                    "Frontier.plot draws with matplotlib: pip install 'moonwalk-jax[plots]'"
+                ) from error
+            _, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        first = self.plans[0]
+        beside = first.argument_bytes + first.result_bytes
+        gib, ms = 2.0**-30, 1e3
+        axes.step(
+            [p.total_bytes * gib for p in self.plans],
+            [p.seconds * ms for p in self.plans],
+            where="post",
+            marker="o",
+            label="plans",
+        )
+        axes.plot(
+            [(first.backprop_bytes + beside) * gib],
+            [first.backprop_seconds * ms],
+            "s",
+            color="0.4",
+            label="backpropagation",
+        )
+        axes.set_xlabel("predicted memory, arguments and results included [GiB]")
+        axes.set_ylabel(f"predicted time on {first.device} [ms]")
+        axes.legend()
+        return axes
+
+
+def _line(name: str, bytes_: int, seconds: float, plain: tuple[int, float], what: str) -> str:
+    share = f"{bytes_ / plain[0]:.2f} × {seconds / plain[1]:.2f}" if plain[0] and plain[1] else ""
+    return f"{name:>4}  {format_bytes(bytes_):>10}  {format_seconds(seconds):>9}  {share:>14}  {what}"
