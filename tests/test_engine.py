@@ -174,7 +174,7 @@ def check_plan(n, plan):
         assert bool(plan.anchors) == n.anchors
     if n.method.walk == "always":
         return
-    assert plan.peak_bytes <= min(plan.backprop_bytes, plan.checkpoint_bytes)
+    assert plan.peak_bytes <= min(plan.backprop_bytes, report.WORTH * plan.checkpoint_bytes)
     if plan.walks:
         assert plan.peak_bytes < plan.checkpoint_bytes
 

@@ -477,7 +477,7 @@ def test_a_unet_keeps_at_most_what_its_plan_says():
     x = jax.ShapeDtypeStruct((2**15, WIDTH), jnp.float64)
     params = structs(UNET)[0]
     plan = mw.plan(unet, params, x)
-    assert plan.peak_bytes <= min(plan.backprop_bytes, plan.checkpoint_bytes)
+    assert plan.peak_bytes <= min(plan.backprop_bytes, report.WORTH * plan.checkpoint_bytes)
     compiled = jax.jit(mw.grad(unet, method=plan)).lower(params, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 1.25 * plan.peak_bytes
 

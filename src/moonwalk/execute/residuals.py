@@ -20,6 +20,7 @@ from .. import _jax
 from .._jax import JaxprEqn, Literal
 from ..trace import graph
 from ..trace.graph import needed
+from ..trace.partition import DRAWING
 
 
 def nbytes(*avals: Any) -> int:
@@ -112,7 +113,12 @@ class Residual:
             for kind in ("moving", "weight", "data")
         }
         moving = of_kind["moving"]
-        on = {kind: _descendants(self.jaxpr.eqns, found) for kind, found in of_kind.items()}
+        eqns = self.jaxpr.eqns
+        # Random bits would not be drawn again, even if a later phase could: XLA would keep those that
+        # were drawn first, a byte for each Boolean.
+        moving_roots = [*moving, *(v for e in eqns if e.primitive in DRAWING for v in e.outvars)]
+        roots = {**of_kind, "moving": moving_roots}
+        on = {kind: _descendants(eqns, found) for kind, found in roots.items()}
         # What follows from weights or from data alone is recomputed; from both, it is an activation.
         self.kept = [
             not isinstance(v, Literal) and (v in on["moving"] or (v in on["weight"] and v in on["data"]))

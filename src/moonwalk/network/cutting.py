@@ -34,6 +34,7 @@ from ..trace.facts import Constants, propagate_names
 from ..trace.fingerprint import fingerprint, renamed
 from ..trace.graph import Block, Cutter
 from ..trace.partition import MOVING, POINTWISE, partition
+from .remade import is_drawn
 
 
 class Copy:
@@ -206,9 +207,16 @@ class Network:
     memory: dict[Any, Any] = field(default_factory=dict)  # derived once per model: residuals, bodies
 
     def kinds(self, variables: Iterable[Any]) -> list[str]:
-        """For each operand "weight", "data", or "moving" if only a forward pass has its value."""
+        """For each operand "weight", "data", or "moving" if only a forward pass has its value.
+
+        Random bits are made again in every forward pass, so what they decide is moving.
+        """
         return [
-            "moving" if v not in self.fixed else "weight" if v in self.on_weights else "data"
+            "moving"
+            if v not in self.fixed or is_drawn(self, v)
+            else "weight"
+            if v in self.on_weights
+            else "data"
             for v in variables
         ]
 

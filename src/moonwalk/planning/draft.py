@@ -10,7 +10,7 @@ from .. import _jax
 from .._jax import Literal
 from ..execute.residuals import nbytes
 from ..network.cutting import Network
-from ..network.prologues import cheap_steps
+from ..network.remade import cheap_steps
 from ..rules import alarms
 from ..rules.registry import Gain
 from ..segments.base import Executor, Proposer

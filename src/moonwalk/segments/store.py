@@ -31,7 +31,7 @@ from ..execute.precision import PRODUCTS
 from ..execute.residuals import Residual, nbytes
 from ..execute.sinks import GradientSink
 from ..network.cutting import Network, Node
-from ..network.prologues import cheap_steps
+from ..network.remade import cheap_steps, is_drawn
 from ..trace import fingerprint, graph
 from .base import Executor, Row, Segment, check_in_a_row, line_of
 from .codec import in_plans
@@ -122,9 +122,29 @@ class Stretch(Executor):
     def run_keeping_start(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> list[Any]:
         """Forward: what `start_again` needs."""
         kept = [x[v] for v in self.inputs]
-        self.run(fixed, x, retain, again=again)
+        self.run(self.drawn(fixed, x), x, retain, again=again)
         barrier((x, list(x)))
         return kept
+
+    @functools.cached_property
+    def draws(self) -> list[Any]:
+        """Steps of the data prologue that draw random bits for these nodes."""
+        reads = dict.fromkeys(v for n in self.nodes for v in (*n.block.inputs, *n.block.operands))
+        return cheap_steps(self.network, [v for v in reads if is_drawn(self.network, v)])
+
+    def drawn(self, fixed: Env, x: Env) -> Env:
+        """What every phase can read, with random bits that are drawn once the state is there.
+
+        XLA would draw those of all stretches early, and keep them.
+        """
+        if not self.draws:
+            return fixed
+        made = {v for e in self.draws for v in e.outvars}
+        reads = dict.fromkeys(v for e in self.draws for v in e.invars if not isinstance(v, Literal))
+        fixed = dict(fixed)
+        barrier((x, [v for v in self.inputs if v in x]), (fixed, [v for v in reads if v not in made]))
+        graph.run(self.draws, fixed)
+        return fixed
 
     def start_again(self, fixed: Env, kept: list[Any], h: Env) -> tuple[Env, Env]:
         """What every phase can read, and the state at the start, for another pass once h is there."""
