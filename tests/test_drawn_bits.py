@@ -42,14 +42,23 @@ def loss_of(draw, wrap=lambda f: f):
 
 def args_of(generator):
     key = jax.random.key(0, impl=generator)
-    weights = [jax.random.normal(k, (2, WIDTH * WIDTH * 4), jnp.float32) / WIDTH for k in jax.random.split(key, DEPTH)]
+    weights = [
+        jax.random.normal(k, (2, WIDTH * WIDTH * 4), jnp.float32) / WIDTH
+        for k in jax.random.split(key, DEPTH)
+    ]
     pairs = [(a.reshape(WIDTH, -1), b.reshape(-1, WIDTH)) for a, b in weights]
     return pairs, jax.random.normal(key, X.shape, X.dtype), key
 
 
 @pytest.mark.parametrize(
     ("draw", "generator"),
-    [(bernoulli, "rbg"), slow(bernoulli, "threefry2x32"), slow(chosen, "rbg"), slow(chosen, "threefry2x32"), slow(noise, "threefry2x32")],
+    [
+        (bernoulli, "rbg"),
+        slow(bernoulli, "threefry2x32"),
+        slow(chosen, "rbg"),
+        slow(chosen, "threefry2x32"),
+        slow(noise, "threefry2x32"),
+    ],
 )
 def test_takes_no_more_than_by_hand(draw, generator):
     args = args_of(generator)
@@ -57,11 +66,15 @@ def test_takes_no_more_than_by_hand(draw, generator):
     assert ours <= 1.02 * memory.temp(jax.value_and_grad(loss_of(draw, jax.checkpoint)), *args)
 
 
-@pytest.mark.parametrize("method", [mw.Moonwalk(), mw.Checkpoint("block"), slow(mw.Moonwalk(budget="1TB"))], ids=str)
+@pytest.mark.parametrize(
+    "method", [mw.Moonwalk(), mw.Checkpoint("block"), slow(mw.Moonwalk(budget="1TB"))], ids=str
+)
 @pytest.mark.parametrize("draw", [bernoulli, slow(noise), slow(chosen)])
 def test_the_bits_are_the_same_in_both_passes(draw, method):
     with jax.enable_x64():
-        args = jax.tree.map(lambda a: a.astype(jnp.float64) if a.dtype == jnp.float32 else a, args_of("rbg"))
+        args = jax.tree.map(
+            lambda a: a.astype(jnp.float64) if a.dtype == jnp.float32 else a, args_of("rbg")
+        )
         ours = jax.jit(mw.value_and_grad(loss_of(draw), method=method))(*args)
         theirs = jax.jit(jax.value_and_grad(loss_of(draw)))(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), ours, theirs)

@@ -123,6 +123,7 @@ from jax.extend.core.primitives import (  # noqa: E402
     custom_vjp_call_p,
     jit_p,
     name_p,
+    random_bits_p,
     remat_p,
 )
 from jax.interpreters import ad, batching, mlir  # noqa: E402
@@ -241,6 +242,7 @@ __all__ = [
 
 # Calls that do not affect differentiation, and are inlined. Custom derivatives are not among them.
 CALLS: frozenset[Primitive] = frozenset({jit_p, closed_call_p, remat_p})
+DRAWING: frozenset[Primitive] = frozenset({random_bits_p})  # they make random bits from a key
 
 # For calls with a custom derivative: the parameters that are Python functions.
 CUSTOM_RULES: dict[Primitive, frozenset[str]] = {

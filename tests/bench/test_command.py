@@ -100,7 +100,11 @@ def test_what_would_be_measured(tmp_path):
     [
         (["fig22"], 2, "unknown experiment 'fig22'; did you mean 'fig2'? There are: table1, fig2"),
         (["fig2", "--device", "gpus"], 2, "unknown device 'gpus'; did you mean 'gpu'?"),
-        (["depth", "--limit", "much"], 2, "limit is a number of bytes above zero, or a size such as '24GB' or '512MiB', got 'much'"),
+        (
+            ["depth", "--limit", "much"],
+            2,
+            "limit is a number of bytes above zero, or a size such as '24GB' or '512MiB', got 'much'",
+        ),
         ([], 1, "name experiments, or --all. There are: table1, fig2"),
         (["fig2", "--all"], 1, "--all, or names (fig2), not both"),
         (["fig2", "--seed", "-1"], 2, "expected a whole number, at least 0, got -1"),

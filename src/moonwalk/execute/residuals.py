@@ -20,7 +20,6 @@ from .. import _jax
 from .._jax import JaxprEqn, Literal
 from ..trace import graph
 from ..trace.graph import needed
-from ..trace.partition import DRAWING
 
 
 def nbytes(*avals: Any) -> int:
@@ -116,7 +115,7 @@ class Residual:
         eqns = self.jaxpr.eqns
         # Random bits would not be drawn again, even if a later phase could: XLA would keep those that
         # were drawn first, a byte for each Boolean.
-        moving_roots = [*moving, *(v for e in eqns if e.primitive in DRAWING for v in e.outvars)]
+        moving_roots = [*moving, *(v for e in eqns if e.primitive in _jax.DRAWING for v in e.outvars)]
         roots = {**of_kind, "moving": moving_roots}
         on = {kind: _descendants(eqns, found) for kind, found in roots.items()}
         # What follows from weights or from data alone is recomputed; from both, it is an activation.

@@ -9,7 +9,7 @@ from jax import lax
 
 from .. import _jax
 from .._jax import JaxprEqn, Literal
-from ..trace.partition import DRAWING, MOVING, POINTWISE
+from ..trace.partition import MOVING, POINTWISE
 
 if TYPE_CHECKING:
     from .cutting import Network
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Random bits take arithmetic, but no memory: a stretch that runs again draws them again from their key.
 _BITS = _jax.lax_primitives("bitcast_convert_type shift_left shift_right_arithmetic shift_right_logical")
-_CHEAP = POINTWISE | MOVING | DRAWING | _BITS | {lax.iota_p}
+_CHEAP = POINTWISE | MOVING | _jax.DRAWING | _BITS | {lax.iota_p}
 _MOST_STEPS = 32  # longer chains are worth computing only once
 
 
@@ -54,7 +54,7 @@ def is_drawn(network: Network, v: Any) -> bool:
 
     A compiler does not do that by itself: between a forward pass and a pullback it keeps the value.
     """
-    return any(e.primitive in DRAWING for e in cheap_steps(network, [v]))
+    return any(e.primitive in _jax.DRAWING for e in cheap_steps(network, [v]))
 
 
 def _steps_to(v: Any, makers: Mapping[Any, JaxprEqn]) -> dict[int, JaxprEqn]:

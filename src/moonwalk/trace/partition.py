@@ -29,9 +29,6 @@ MOVING: frozenset[Any] = _jax.lax_primitives(
     "unstack"
 )
 
-# Primitives that make random bits from a key.
-DRAWING: frozenset[Any] = frozenset({_jax.random_bits_p})
-
 
 def partition(
     eqns: Sequence[JaxprEqn],
