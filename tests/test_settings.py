@@ -32,6 +32,7 @@ WRONG = {
     "segments": ("x", 0, -1, 1.5, True, NAN, ["auto"]),
     "arguments": ("x", "1", 1.5, None, True, (1, "x"), (True,), (1, 1), NAN, {1: 2}),
     "precision": ("x", 3, "low", NAN),
+    "bytes": ("3 apples", 0, -1, 1.5, True, NAN, "-1GiB", "0 B", "8 iB", "", ["8GiB"]),
     "shape": ((), 3, "ab", None, (0, 1), (4, -1), (4, 1.5), (4, True), (1,) * 9),
 }
 
@@ -57,6 +58,7 @@ TABLE = {
             inputs="arguments",
             on_inexact="word",
             walk="word",
+            budget="bytes",
         ),
     ),
     mw.PureForward: (

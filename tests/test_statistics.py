@@ -498,4 +498,5 @@ def test_norms_are_walked_through_where_asked():
         for walk in ("always", "auto")
     )
     assert asked.fragments == 12 and own.fragments == 0
-    assert own.peak_bytes <= asked.peak_bytes < own.backprop_bytes / 2
+    assert asked.peak_bytes < own.backprop_bytes / 2
+    assert own.peak_bytes <= 1.1 * asked.peak_bytes and own.seconds < asked.seconds

@@ -148,8 +148,8 @@ def prologue_bytes(network: Network) -> Prologues:
     """What the prologues of a network take."""
     read = {v for n in network.nodes for v in (*n.block.operands, *n.block.inputs)}
     read.update(v for v in network.outputs if not isinstance(v, Literal))
-    # Each stretch makes cheap values itself, while it runs.
-    data = [v for v in read if not cheap_steps(network, [v])]
+    # Single numbers do not count, and each stretch makes cheap values itself, while it runs.
+    data = [v for v in read if v.aval.size > 1 and not cheap_steps(network, [v])]
     weights = network.weight_prologue
     return Prologues(
         _made(weights, read),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..network.cutting import Network
 from ..segments.base import Offer, Proposer, Realised
 from ..segments.costs import NodeCost
 from ..segments.loop import TiledExecutor
+from ..segments.reruns import spared_by_end
 from ..segments.seconds import node_seconds
 from ..segments.store import NestedExecutor, StoreExecutor, may_run_again, store_or_recompute
+from .timeline import fresh_bytes
 
 
 class Plain:
@@ -31,7 +33,9 @@ class Plain:
         free: Sequence[bool],
     ):
         self.network, self.costs, self.live = network, costs, live
+        self.fresh = fresh_bytes(network)
         self.forward = [n.forward for n in node_seconds(network)]
+        self.spared = spared_by_end(network, self.forward)
         sizes = [c.full if f else math.inf for c, f in zip(costs, free, strict=True)]
         # A node that calls back runs once, even if the user wrapped it in `jax.checkpoint`.
         asked = [node.checkpointed and not node.calls_once for node in network.nodes]
@@ -126,7 +130,11 @@ class RecomputeProposer(Proposer):
 
     def begin(self, limit: int, worth: float) -> None:
         plain = self.plain
-        self.stretches = Stretches(plain.recomputed, plain.live, plain.forward, limit, worth)
+        # Where time counts, cuts are many, and what passes over several of them is kept only once.
+        starts, spared = (plain.fresh, plain.spared) if worth else (plain.live, None)
+        self.stretches = Stretches(
+            plain.recomputed, plain.live, plain.forward, limit, worth, starts=starts, spared=spared
+        )
 
     def ending_at(self, stop: int, best: Sequence[float]) -> Iterable[Offer]:
         return self.stretches.ending_at(stop, best)
@@ -139,9 +147,11 @@ class Stretches:
     """For each node, the recomputed stretch that ends there, takes at most a limit, and is cheapest.
 
     `sizes`: what each node takes; infinite if it may not be recomputed. `again`: seconds that each node
-    takes if it runs once more, of which one is `worth` so many bytes. The starts within the limit form a
-    window that slides over the nodes. It holds only starts that are cheaper than every later one, so
-    each start enters and leaves once.
+    takes if it runs once more, of which one is `worth` so many bytes. `starts`: bytes kept at each start,
+    by default all that is `live`. `spared`: (start, stop) -> seconds of nodes that need not run again.
+
+    The starts within the limit form a window that slides over the nodes. It holds only starts that are
+    cheaper than every later one, so each start enters and leaves once.
     """
 
     def __init__(
@@ -151,17 +161,21 @@ class Stretches:
         again: Sequence[float],
         limit: int,
         worth: float,
+        *,
+        starts: Sequence[int] | None = None,
+        spared: Callable[[int, int], float] | None = None,
     ):
         never = 1 << 62
         whole = [never if math.isinf(b) else int(b) for b in sizes]
         self.prefix = list(itertools.accumulate(whole, initial=0))
         self.seconds = list(itertools.accumulate(again, initial=0.0))
-        self.live, self.limit, self.worth = live, limit, worth
+        self.limit, self.worth, self.spared = limit, worth, spared
+        self.starts = live if starts is None else starts
         n = len(sizes)
         self.narrow = {
             i
             for i in range(n + 1)
-            if i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
+            if worth or i in (0, n) or (live[i] <= live[i - 1] or live[i] <= live[min(i + 1, n)])
         }
         # A stretch must be able to begin right after a node that cannot be part of one.
         self.narrow |= {i + 1 for i, size in enumerate(sizes) if math.isinf(size)}
@@ -182,8 +196,10 @@ class Stretches:
             start = window[0][1]
             transient = prefix[stop] - prefix[start]
             again = self.seconds[stop] - self.seconds[start]
+            if self.spared is not None:
+                again -= self.spared(start, stop)
             yield Offer(start, stop, self._start_bytes(start), transient, again)
 
     def _start_bytes(self, start: int) -> int:
         """Bytes of the state that a stretch starts from; the first is an argument and costs nothing."""
-        return self.live[start] if start else 0
+        return self.starts[start] if start else 0

@@ -17,7 +17,7 @@ Loops are single nodes here; inside, both states and both cotangents of a layer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..execute.residuals import nbytes
@@ -56,35 +56,44 @@ class Timeline:
         self.seconds = node_seconds(network)
         self.live = live_bytes(network)
         self.passing = passing_bytes(network)
+        self.fresh = fresh_bytes(network)
+        self.original, self.arguments = copied(network), network.state
 
-    def through(self, segments: Sequence[Priced]) -> int:
-        """The peak of a forward pass over the segments and the reverse pass."""
-        top = kept = 0
-        for segment in segments:
-            top = max(top, kept + segment.forward_peak(self))
-            kept += segment.held(self)
-        for segment in reversed(segments):
-            kept -= segment.held(self)
-            top = max(top, kept + segment.backward_peak(self))
-        return top
+    def through(self, segments: Sequence[Priced], *, beside: Iterable[Any] = ()) -> int:
+        """The peak of a forward pass over the segments and the reverse pass.
+
+        `beside`: states that are there anyway, and not counted.
+        """
+        return max(self._peaks(segments, beside), default=0)
 
     def busiest(self, segments: Sequence[Priced]) -> Any:
-        """The segment in which the peak lies."""
-        if not segments:
-            return None
-        held = list(itertools.accumulate((s.held(self) for s in segments), initial=0))
-        pairs = zip(segments, held, strict=False)
-        peaks = [k + max(s.forward_peak(self), s.backward_peak(self)) for s, k in pairs]
-        return segments[peaks.index(max(peaks))]
+        """The segment in which the peak lies; None if there are none."""
+        peaks = self._peaks(segments)
+        return segments[peaks.index(max(peaks))] if peaks else None
+
+    def _peaks(self, segments: Sequence[Priced], beside: Iterable[Any] = ()) -> list[int]:
+        """The peak within each segment, of both passes."""
+        peaks, before = [], 0
+        held: set[Any] = {self.original.get(v, v) for v in (*self.arguments, *beside)}
+        for segment in segments:
+            # What an earlier segment holds, or the caller, is there anyway.
+            own = {self.original.get(v, v): v for v in segment.held_states()}
+            twice = nbytes(*(v.aval for v in held & own.keys()))
+            held |= own.keys()
+            inside = max(segment.forward_peak(self), segment.backward_peak(self))
+            peaks.append(before + inside - twice)
+            before += segment.held(self) - twice
+        return peaks
 
     def lasts(self, segments: Sequence[Executor]) -> float:
         """Seconds of both passes over the segments.
 
         A state between two segments is written to memory and read again, where a compiler might have
-        fused what makes it with what reads it.
+        fused what makes it with what reads it. What products make is written in any case.
         """
         rates = rates_of(device_kind())
-        between = sum(2 * self.live[s.start] / rates.bandwidth + rates.launch for s in segments[1:])
+        fused = (self.fresh[s.start] for s in segments[1:] if not self.nodes[s.start - 1].is_heavy)
+        between = 2 * sum(fused) / rates.bandwidth + rates.launch * len(segments[1:])
         return between + sum(segment.seconds(self) for segment in segments)
 
     def states(self, i: int) -> int:
@@ -137,6 +146,24 @@ def passing_bytes(network: Network) -> list[int]:
     return network.memory["passing"]
 
 
+def fresh_bytes(network: Network) -> list[int]:
+    """Bytes of the activations alive before each node that the node before it has made."""
+    passing = [0, *passing_bytes(network)]
+    return [live - over for live, over in zip(live_bytes(network), passing, strict=True)]
+
+
+def copied(network: Network) -> dict[Any, Any]:
+    """Of every copy that a fork makes, the variable that it is a copy of."""
+    if "copied" not in network.memory:
+        original: dict[Any, Any] = {}
+        for n in network.nodes:
+            if n.is_fork:
+                (v,) = n.block.inputs
+                original.update((copy, original.get(v, v)) for copy in n.block.outputs)
+        network.memory["copied"] = original
+    return network.memory["copied"]
+
+
 def _overlaps(network: Network, span: Callable[[int, int], tuple[int, int]]) -> list[int]:
     """Bytes of activations by place; `span` maps the places where one is made and last read to a range.
 
@@ -144,12 +171,9 @@ def _overlaps(network: Network, span: Callable[[int, int], tuple[int, int]]) -> 
     """
     born: dict[Any, int] = {v: 0 for v in network.state}
     last: dict[Any, int] = {}
-    original: dict[Any, Any] = {}
+    original = copied(network)
     for i, n in enumerate(network.nodes):
-        if n.is_fork:
-            (v,) = n.block.inputs
-            original.update((copy, original.get(v, v)) for copy in n.block.outputs)
-        else:
+        if not n.is_fork:
             born.update((v, i + 1) for v in (*n.block.outputs, *n.block.exports))
     for v, i in network.last_read.items():
         v = original.get(v, v)

@@ -85,6 +85,10 @@ class Priced(abc.ABC):
     def held(self, timeline: Any) -> int:
         """Bytes kept from the forward pass until the segment's turn in the reverse pass."""
 
+    def held_states(self) -> Iterable[Any]:
+        """Activations among what is held, which other segments may hold, too: they are there once."""
+        return ()
+
     @abc.abstractmethod
     def forward_peak(self, timeline: Any) -> int:
         """The most bytes alive at once in the forward pass, with what the segment keeps."""

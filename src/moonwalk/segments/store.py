@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from ..trace import fingerprint, graph
 from .base import Executor, Row, Segment, check_in_a_row, line_of
 from .codec import in_plans
 from .costs import NodeCost, full_residual, in_periods
+from .reruns import spared
 
 
 @in_plans
@@ -203,9 +204,14 @@ class PlainStretch(Stretch):
         """Of a light node the state may be less than its residuals: it is linearised again from it."""
         return tuple(i for i, r in enumerate(self.residuals) if r is not None and r.from_state)
 
-    @functools.cached_property
+    @property
     def kept_by_node(self) -> list[int]:
         """What storing keeps; a state that several nodes keep is the first one's."""
+        return self._kept[0]
+
+    @functools.cached_property
+    def _kept(self) -> tuple[list[int], set[Any]]:
+        """(`kept_by_node`, the states among it)"""
         source = {copy: n.block.inputs[0] for n in self.nodes if n.is_fork for copy in n.block.outputs}
         states: set[Any] = set()
         result = []
@@ -221,7 +227,7 @@ class PlainStretch(Stretch):
                     states.add(v)
                 total += aval.size if aval.dtype == np.bool_ and not self.packs else nbytes(aval)
             result.append(total)
-        return result
+        return result, states
 
     @functools.cached_property
     def stored_bytes(self) -> int:
@@ -254,8 +260,15 @@ class PlainStretch(Stretch):
     def seconds(self, timeline: Any) -> float:
         nodes = timeline.seconds[self.start : self.stop]
         linearised_again = sum(nodes[i].forward for i in self.again)
-        levels = len(self.tile) + self.runs_again
-        return super().seconds(timeline) + levels * sum(n.forward for n in nodes) + linearised_again
+        again = len(self.tile) * sum(n.forward for n in nodes)
+        if self.runs_again:
+            again += sum(n.forward for n in nodes) - sum(nodes[i].forward for i in self.spared)
+        return super().seconds(timeline) + again + linearised_again
+
+    @functools.cached_property
+    def spared(self) -> list[int]:
+        """Of the nodes, those that need not run again."""
+        return spared(self.nodes, self.network)
 
     def reverse_peak(self, timeline: Any, *, again: bool) -> int:
         """Of the reverse pass over the nodes. `again`: once they have run again."""
@@ -312,6 +325,9 @@ class StoreExecutor(PlainStretch):
     def kept_bytes(self) -> int:
         return self.stored_bytes
 
+    def held_states(self) -> Iterable[Any]:
+        return (v for v in self._kept[1] if v.aval.dtype != np.bool_)
+
     def forward_peak(self, timeline: Any) -> int:
         return timeline.forward(self, self.kept_by_node)
 
@@ -363,6 +379,9 @@ class RecomputeExecutor(PlainStretch):
     def transient_bytes(self) -> int:
         return self.stored_bytes
 
+    def held_states(self) -> Iterable[Any]:
+        return self.inputs
+
     def backward_peak(self, timeline: Any) -> int:
         return self.kept_bytes + self.reverse_peak(timeline, again=True)
 
@@ -410,8 +429,12 @@ class NestedExecutor(Stretch):
             part.backward(fixed, inside.pop(), h, out)
         return []
 
+    def held_states(self) -> Iterable[Any]:
+        return self.inputs
+
     def backward_peak(self, timeline: Any) -> int:
-        return self.kept_bytes + timeline.live[self.stop] + timeline.through(self.parts)
+        inside = timeline.through(self.parts, beside=self.inputs)
+        return self.kept_bytes + timeline.live[self.stop] + inside
 
     def seconds(self, timeline: Any) -> float:
         again = sum(n.forward for n in timeline.seconds[self.start : self.stop])
