@@ -953,7 +953,16 @@ def with_noise(params, x, key):
     return square(x)
 
 
-network("multiplicative noise", with_noise, orthogonals(8), X, KEY, walked=12, slow=True)
+network(
+    "multiplicative noise",
+    with_noise,
+    orthogonals(8),
+    X,
+    KEY,
+    method=mw.Moonwalk(walk="always"),
+    walked=12,
+    slow=True,
+)
 network(
     "stop_gradient in the middle",
     lambda p, x: square(

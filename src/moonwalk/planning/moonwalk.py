@@ -15,7 +15,7 @@ from ..errors import BudgetError
 from ..network.cutting import Network
 from ..segments.base import Proposer, format_bytes, line_of
 from ..segments.invert import InvertProposer
-from ..segments.store import StoreExecutor
+from ..segments.store import StoreExecutor, stored_sizes
 from . import checkpoint, report, search
 from .draft import Draft, PlanRequest, draft, plain_proposers
 from .methods import Moonwalk
@@ -61,9 +61,10 @@ def _smallest(made: Draft, seen: list[Choice]) -> Choice:
     elif made.options.checkpoint not in (None, "auto"):
         return best  # walks in segments as asked for
     by_hand = checkpoint.by_hand(made.network, made.costs)
-    # Close to the least, but never above what a checkpoint around every block would take.
-    limit = max(best.peak, min([report.WORTH * best.peak, *(c.peak for c in by_hand[:1])]))
     near = [best, *by_hand, *seen]
+    least = min(c.peak for c in near)
+    # Close to the least, but never above what a checkpoint around every block would take.
+    limit = max(least, min([report.WORTH * least, *(c.peak for c in by_hand[:1])]))
     if best is made.plain:
         proposers = plain_proposers(made.network, made.costs)
         near += search.faster(made.network, made.costs, proposers, below=limit, count=_LIMITS)
@@ -78,7 +79,7 @@ def _candidates(made: Draft, seen: list[Choice]) -> list[Choice]:
         return found
     found += [made.plain, *checkpoint.by_hand(network, costs)]
     proposers = plain_proposers(network, costs)
-    most = sum(c.full for c in costs) + 1
+    most = sum(stored_sizes(network, costs)) + 1
     found += search.faster(network, costs, proposers, below=most, count=_MANY_LIMITS)
     if not any(node.checkpointed for node in network.nodes):
         found.append(search.priced(network, costs, [StoreExecutor(network, 0, len(network.nodes))]))
@@ -130,8 +131,9 @@ def _largest(made: Draft, choice: Choice) -> str:
     segment = timeline.busiest(choice.segments)
     if segment is None:
         return "the weights' own prologue"
+    sizes = stored_sizes(made.network, made.costs)
     places = range(segment.start, segment.stop)
-    node = made.network.nodes[max(places, key=lambda i: timeline.states(i) + made.costs[i].full)]
+    node = made.network.nodes[max(places, key=lambda i: timeline.states(i) + sizes[i])]
     line = line_of(node)
     return node.describe() + (f" at {line}" if line else "")
 

@@ -14,7 +14,13 @@ from ..segments.costs import NodeCost
 from ..segments.loop import TiledExecutor
 from ..segments.reruns import spared_by_end
 from ..segments.seconds import node_seconds
-from ..segments.store import NestedExecutor, StoreExecutor, may_run_again, store_or_recompute
+from ..segments.store import (
+    NestedExecutor,
+    StoreExecutor,
+    may_run_again,
+    store_or_recompute,
+    stored_sizes,
+)
 from .timeline import fresh_bytes
 
 
@@ -36,7 +42,8 @@ class Plain:
         self.fresh = fresh_bytes(network)
         self.forward = [n.forward for n in node_seconds(network)]
         self.spared = spared_by_end(network, self.forward)
-        sizes = [c.full if f else math.inf for c, f in zip(costs, free, strict=True)]
+        self.sizes = stored_sizes(network, costs)
+        sizes = [size if f else math.inf for size, f in zip(self.sizes, free, strict=True)]
         # A node that calls back runs once, even if the user wrapped it in `jax.checkpoint`.
         asked = [node.checkpointed and not node.calls_once for node in network.nodes]
         self.stored = [math.inf if a else size for size, a in zip(sizes, asked, strict=True)]
@@ -118,9 +125,8 @@ class RecomputeProposer(Proposer):
         self.plain = plain
 
     def limits(self) -> set[int]:
-        costs = self.plain.costs
-        kept = sorted({c.full for c in costs if c.full})
-        total = sum(c.full for c in costs)
+        kept = sorted({size for size in self.plain.sizes if size})
+        total = sum(self.plain.sizes)
         found = {0, total, *kept[:: max(1, len(kept) // 8)], *kept[-1:]}
         limit = float(kept[-1]) if kept else 0.0
         while kept and limit < total:
@@ -147,8 +153,9 @@ class Stretches:
     """For each node, the recomputed stretch that ends there, takes at most a limit, and is cheapest.
 
     `sizes`: what each node takes; infinite if it may not be recomputed. `again`: seconds that each node
-    takes if it runs once more, of which one is `worth` so many bytes. `starts`: bytes kept at each start,
-    by default all that is `live`. `spared`: (start, stop) -> seconds of nodes that need not run again.
+    takes if it runs once more, of which one is `worth` so many bytes. `starts`: bytes kept at each
+    start, by default all that is `live`. `spared`: (start, stop) -> seconds of nodes that need not run
+    again.
 
     The starts within the limit form a window that slides over the nodes. It holds only starts that are
     cheaper than every later one, so each start enters and leaves once.

@@ -17,6 +17,7 @@ from typing import Any
 from ..network.cutting import Network
 from ..segments.base import Executor, Offer, Proposer
 from ..segments.costs import NodeCost
+from ..segments.store import stored_sizes
 from .timeline import Timeline
 
 Chosen = Sequence[tuple[Proposer, Offer]]
@@ -116,7 +117,7 @@ def worths(network: Network, costs: Sequence[NodeCost]) -> list[float]:
     """Bytes that a second may be worth: around what backpropagation keeps for each second of the forward
     pass, which a checkpoint saves and spends."""
     seconds = sum(n.forward for n in Timeline(network, costs).seconds)
-    kept = sum(c.full for c in costs)
+    kept = sum(stored_sizes(network, costs))
     if not seconds or not kept:
         return []
     return [kept / seconds * 4.0**k for k in (-3, -2, -1, 0, 1, 3)]

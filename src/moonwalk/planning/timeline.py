@@ -17,15 +17,16 @@ Loops are single nodes here; inside, both states and both cotangents of a layer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..execute.residuals import nbytes
 from ..network.cutting import Network
 from ..segments.base import Executor, Priced
 from ..segments.costs import NodeCost, carry_bytes
+from ..segments.fusion import fusion_of, layer_bytes
 from ..segments.seconds import NodeSeconds, device_kind, node_seconds, rates_of
-from ..segments.store import is_one_product
+from ..segments.store import StoreExecutor, is_one_product
 
 
 def peak(network: Network, segments: Sequence[Priced], costs: Sequence[NodeCost]) -> int:
@@ -35,10 +36,9 @@ def peak(network: Network, segments: Sequence[Priced], costs: Sequence[NodeCost]
 
 def backprop_peak(network: Network, costs: Sequence[NodeCost]) -> int:
     """`peak` for plain reverse mode, which keeps everything, and Booleans as bytes."""
-    timeline = Timeline(network, costs)
-    kept = list(itertools.accumulate((c.backprop + c.unpacked for c in costs), initial=0))
-    n = len(costs)
-    return max((timeline.reverse(i, kept[i], kept[i + 1]) for i in range(n)), default=0)
+    whole = StoreExecutor(network, 0, len(network.nodes))
+    whole.packs = False
+    return peak(network, [whole], costs)
 
 
 def backprop_seconds(network: Network) -> float:
@@ -52,12 +52,13 @@ class Timeline:
     seconds: Sequence[NodeSeconds]
 
     def __init__(self, network: Network, costs: Sequence[NodeCost]):
-        self.nodes, self.costs = network.nodes, costs
+        self.network, self.nodes, self.costs = network, network.nodes, costs
         self.seconds = node_seconds(network)
         self.live = live_bytes(network)
         self.passing = passing_bytes(network)
         self.fresh = fresh_bytes(network)
-        self.original, self.arguments = copied(network), network.state
+        self.fusion, self.arguments = fusion_of(network), network.state
+        self.written, self.written_through = _written_bytes(network)
 
     def through(self, segments: Sequence[Priced], *, beside: Iterable[Any] = ()) -> int:
         """The peak of a forward pass over the segments and the reverse pass.
@@ -74,10 +75,10 @@ class Timeline:
     def _peaks(self, segments: Sequence[Priced], beside: Iterable[Any] = ()) -> list[int]:
         """The peak within each segment, of both passes."""
         peaks, before = [], 0
-        held: set[Any] = {self.original.get(v, v) for v in (*self.arguments, *beside)}
+        held: set[Any] = {self.fusion.of(v) for v in (*self.arguments, *beside)}
         for segment in segments:
             # What an earlier segment holds, or the caller, is there anyway.
-            own = {self.original.get(v, v): v for v in segment.held_states()}
+            own = {self.fusion.of(v): v for v in segment.held_states()}
             twice = nbytes(*(v.aval for v in held & own.keys()))
             held |= own.keys()
             inside = max(segment.forward_peak(self), segment.backward_peak(self))
@@ -96,33 +97,55 @@ class Timeline:
         between = 2 * sum(fused) / rates.bandwidth + rates.launch * len(segments[1:])
         return between + sum(segment.seconds(self) for segment in segments)
 
-    def states(self, i: int) -> int:
-        """The states before and after node i, passing ones once; of a loop, at least twice its carry."""
-        around = self.live[i] + self.live[i + 1] - self.passing[i]
+    def states(self, i: int, *, fused: bool = False) -> int:
+        """The states before and after node i, passing ones once; of a loop, at least twice its carry.
+
+        `fused`: without those that a compiler does not write to memory, where it sees the nodes around.
+        """
+        if fused:
+            around = self.written[i] + self.written[i + 1] - self.written_through[i]
+        else:
+            around = self.live[i] + self.live[i + 1] - self.passing[i]
         return max(around, 2 * carry_bytes(self.nodes[i])) if self.nodes[i].is_scan else around
 
     def start(self, segment: Priced) -> int:
         """Bytes of the state that a segment starts from; the first is an argument and costs nothing."""
         return self.live[segment.start] if segment.start else 0
 
-    def forward(self, segment: Priced, own: Sequence[int]) -> int:
-        """The peak of a forward pass over a segment whose nodes keep `own` bytes."""
-        places = range(segment.start, segment.stop)
-        before = itertools.accumulate(own, initial=segment.held(self) - sum(own))
-        return max((b + self.states(i) for b, i in zip(before, places, strict=False)), default=0)
+    def forward(
+        self,
+        segment: Priced,
+        own: Sequence[int],
+        twice: Sequence[int] | None = None,
+        *,
+        fused: bool = False,
+    ) -> int:
+        """The peak of a forward pass over a segment whose nodes keep `own` bytes.
 
-    def reverse(self, i: int, before: int, kept: int, *, ordered: bool = True) -> int:
+        `twice`: of what was kept before each node, bytes that are among the states around it.
+        """
+        kept = itertools.accumulate(own, initial=segment.held(self) - sum(own))
+        twice = [0] * len(own) if twice is None else twice
+        places = range(segment.start, segment.stop)
+        around = (self.states(i, fused=fused) - t for i, t in zip(places, twice, strict=True))
+        return max((k + a for k, a in zip(kept, around, strict=False)), default=0)
+
+    def reverse(
+        self, i: int, before: int, kept: int, *, ordered: bool = True, fused: bool = False
+    ) -> int:
         """The peak of one node's reverse step.
 
         `before`: what earlier nodes keep; `kept`: that and what the node keeps. `ordered`: the gradient
-        of a product's weights is computed before its state's cotangent.
+        of a product's weights is computed before its state's cotangent. `fused`: see `states`.
         """
         node, cost = self.nodes[i], self.costs[i]
         if node.is_scan:
-            return kept + 2 * self.states(i) + cost.gradients
+            working = layer_bytes(node, self.network)
+            return kept + 2 * self.states(i, fused=fused) + working + cost.gradients
         if ordered and is_one_product(node):
-            return max(kept + self.live[i + 1], before + self.states(i))
-        return kept + self.states(i)
+            after = self.written if fused else self.live
+            return max(kept + after[i + 1], before + self.states(i, fused=fused))
+        return kept + self.states(i, fused=fused)
 
     def inverted(self, i: int) -> int:
         """Both cotangents plus the reconstructed input; the output it comes from is gone by then."""
@@ -152,35 +175,38 @@ def fresh_bytes(network: Network) -> list[int]:
     return [live - over for live, over in zip(live_bytes(network), passing, strict=True)]
 
 
-def copied(network: Network) -> dict[Any, Any]:
-    """Of every copy that a fork makes, the variable that it is a copy of."""
-    if "copied" not in network.memory:
-        original: dict[Any, Any] = {}
-        for n in network.nodes:
-            if n.is_fork:
-                (v,) = n.block.inputs
-                original.update((copy, original.get(v, v)) for copy in n.block.outputs)
-        network.memory["copied"] = original
-    return network.memory["copied"]
+def _written_bytes(network: Network) -> tuple[list[int], list[int]]:
+    """`live_bytes` and `passing_bytes` of what a compiler writes to memory."""
+    if "written" not in network.memory:
+        fusion = fusion_of(network)
+        spans = (lambda first, last: (first, last + 1)), (lambda first, last: (first, last))
+        live, through = (_overlaps(network, s, fusion.written, fusion.last_read) for s in spans)
+        network.memory["written"] = live, through[:-1]
+    return network.memory["written"]
 
 
-def _overlaps(network: Network, span: Callable[[int, int], tuple[int, int]]) -> list[int]:
+def _overlaps(
+    network: Network,
+    span: Callable[[int, int], tuple[int, int]],
+    among: Collection[Any] | None = None,
+    read: Mapping[Any, int] | None = None,
+) -> list[int]:
     """Bytes of activations by place; `span` maps the places where one is made and last read to a range.
 
-    The copies that a fork makes are one array.
+    The copies that a fork makes are one array. `among`: the activations that count. `read`: the last
+    node that reads each.
     """
     born: dict[Any, int] = {v: 0 for v in network.state}
     last: dict[Any, int] = {}
-    original = copied(network)
+    of = fusion_of(network).of
     for i, n in enumerate(network.nodes):
         if not n.is_fork:
             born.update((v, i + 1) for v in (*n.block.outputs, *n.block.exports))
-    for v, i in network.last_read.items():
-        v = original.get(v, v)
-        last[v] = max(i, last.get(v, -1))
+    for v, i in (network.last_read if read is None else read).items():
+        last[of(v)] = max(i, last.get(of(v), -1))
     change = [0] * (len(network.nodes) + 2)
     for v, first in born.items():
-        if last.get(v, -1) >= first:
+        if last.get(v, -1) >= first and (among is None or v in among):
             start, stop = span(first, last[v])
             change[start] += nbytes(v.aval)
             change[stop] -= nbytes(v.aval)

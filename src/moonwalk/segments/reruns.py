@@ -42,8 +42,9 @@ def spared_by_end(network: Network, seconds: Sequence[float]) -> Callable[[int, 
     def of(start: int, stop: int) -> float:
         if stop not in memory:
             first = max(0, stop - _MOST)
-            memory[stop] = [first + i for i in spared(network.nodes[first:stop], network)]
-        return sum(seconds[i] for i in memory[stop] if i >= start)
+            places = [first + i for i in spared(network.nodes[first:stop], network)]
+            memory[stop] = [(i, seconds[i]) for i in places if seconds[i]]
+        return sum(s for i, s in memory[stop] if i >= start)
 
     return of
 
@@ -52,5 +53,8 @@ def _needs(node: Node, network: Network) -> tuple[bool, bool]:
     """Of a node's pullback: (whether it reads what the node computes, whether it reads its inputs)."""
     if node.is_aside or node.is_fork:
         return False, False
-    held = full_residual(node, network).held
-    return any(place is None for place, _ in held), bool(held)
+    key = "needs", node.model
+    if key not in network.memory:
+        held = full_residual(node, network).held
+        network.memory[key] = any(place is None for place, _ in held), bool(held)
+    return network.memory[key]

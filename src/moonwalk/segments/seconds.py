@@ -26,6 +26,7 @@ from .. import _jax
 from .._jax import JaxprEqn, Literal
 from ..execute.residuals import nbytes
 from ..network.cutting import Network, is_heavy
+from .fusion import ALONE
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,7 @@ def _node_seconds(network: Network, rates: Rates) -> list[NodeSeconds]:
 
 
 _LIGHT_PULLBACK = 1.5  # it reads a cotangent and a residual, and writes a cotangent
-# Not fused with what is around them, though they are no products.
-_ALONE = {lax.sort_p, lax.fft_p, lax.cumsum_p, lax.cumprod_p, lax.cummax_p, lax.cumlogsumexp_p}
-_ALONE |= {lax.gather_p, lax.scatter_p, lax.scatter_add_p, lax.reduce_window_p, lax.top_k_p}
+_ALONE = ALONE | {lax.gather_p}
 
 
 class _Stored:

@@ -33,9 +33,10 @@ from ..execute.sinks import GradientSink
 from ..network.cutting import Network, Node
 from ..network.remade import cheap_steps, is_drawn
 from ..trace import fingerprint, graph
-from .base import Executor, Row, Segment, check_in_a_row, line_of
+from .base import Executor, Row, Segment, check_in_a_row
 from .codec import in_plans
 from .costs import NodeCost, full_residual, in_periods
+from .fusion import fusion_of
 from .reruns import spared
 
 
@@ -117,7 +118,7 @@ class Stretch(Executor):
         return self.kept_bytes
 
     def forward_peak(self, timeline: Any) -> int:
-        return timeline.forward(self, [0] * len(self.nodes))
+        return timeline.forward(self, [0] * len(self.nodes), fused=True)
 
     # -- running -----------------------------------------------------------------------------------
     def run_keeping_start(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> list[Any]:
@@ -210,24 +211,82 @@ class PlainStretch(Stretch):
         return self._kept[0]
 
     @functools.cached_property
-    def _kept(self) -> tuple[list[int], set[Any]]:
-        """(`kept_by_node`, the states among it)"""
-        source = {copy: n.block.inputs[0] for n in self.nodes if n.is_fork for copy in n.block.outputs}
-        states: set[Any] = set()
-        result = []
-        for node, residual in zip(self.nodes, self.residuals, strict=True):
-            total = 0
+    def _kept(self) -> tuple[list[int], dict[Any, int]]:
+        """(`kept_by_node`, the states among it with the nodes that they are counted at)"""
+        states: dict[Any, int] = {}
+        by_node = [0] * len(self.nodes)
+        fused = not (self.packs or self.tile)
+        for places in fusion_of(self.network).runs(self.start, self.stop):
+            best: tuple[int, list[tuple[int, int, Any]]] | None = None
+            for chain in self._ways(places) if fused else [self._items(places)]:
+                new = [item for item in chain if item[2] is None or item[2] not in states]
+                size = sum(size for _, size, _ in new)
+                if best is None or size < best[0]:
+                    best = size, new
+            for i, size, v in best[1] if best else ():
+                by_node[i - self.start] += size
+                if v is not None:
+                    states[v] = i - self.start
+        return by_node, states
+
+    def _ways(self, places: range) -> list[list[tuple[int, int, Any]]]:
+        """What consecutive nodes may keep: (node, bytes, the state that it is or None), in several ways.
+
+        Light nodes keep their residuals, up to a place behind which all are computed again from what is
+        alive there. XLA finds such a place: it fuses the chain into the pullback.
+        """
+        key = ("chain", places)
+        if key not in self.network.memory:
+            items = self._items(places)
+            ways = [items]
+            if not fusion_of(self.network).apart[places[0]]:
+                # The state is counted at the first node that needs it.
+                for first in sorted({i for i, size, _ in items if size}):
+                    for begin in places[: places.index(first) + 1]:
+                        alive = self._begins(range(begin, places[-1] + 1))
+                        kept = [(first, nbytes(v.aval), v) for v in alive]
+                        ways.append([item for item in items if item[0] < first] + kept)
+            self.network.memory[key] = ways
+        return self.network.memory[key]
+
+    def _items(self, places: range) -> list[tuple[int, int, Any]]:
+        """The residuals of nodes: (node, bytes, the state that it is or None)."""
+        of = fusion_of(self.network).of
+        found: list[tuple[int, int, Any]] = []
+        seen: set[Any] = set()
+        for i in places:
+            node, residual = self.nodes[i - self.start], self.residuals[i - self.start]
             for place, aval in residual.held if residual is not None else ():
+                v = None
                 if place is not None:
-                    v = (*node.block.inputs, *node.block.operands)[place]
-                    while v in source:
-                        v = source[v]
-                    if v in states:
+                    v = of((*node.block.inputs, *node.block.operands)[place])
+                    if v in seen:
                         continue
-                    states.add(v)
-                total += aval.size if aval.dtype == np.bool_ and not self.packs else nbytes(aval)
-            result.append(total)
-        return result, states
+                    seen.add(v)
+                size = aval.size if aval.dtype == np.bool_ and not self.packs else nbytes(aval)
+                found.append((i, size, v))
+        return found
+
+    def _begins(self, places: range) -> list[Any]:
+        """The activations that a run of light nodes starts from."""
+        nodes = [self.network.nodes[i] for i in places]
+        of = fusion_of(self.network).of
+        made = {v for n in nodes if not n.is_fork for v in (*n.block.outputs, *n.block.exports)}
+        reads = (v for n in nodes if not n.is_aside for v in (*n.block.inputs, *n.block.operands))
+        read = dict.fromkeys(map(of, reads))
+        return [v for v in read if v not in made and v not in self.network.fixed]
+
+    @functools.cached_property
+    def also_alive(self) -> list[int]:
+        """By node, bytes of what is kept that is alive in a forward pass anyway."""
+        change = [0] * (len(self.nodes) + 1)
+        fusion = fusion_of(self.network)
+        for v, k in self._kept[1].items():
+            stop = min(fusion.last_read.get(v, -1) + 1 - self.start, len(self.nodes))
+            if v in fusion.written and stop > k + 1:
+                change[k + 1] += nbytes(v.aval)
+                change[stop] -= nbytes(v.aval)
+        return list(itertools.accumulate(change[:-1]))
 
     @functools.cached_property
     def stored_bytes(self) -> int:
@@ -272,17 +331,19 @@ class PlainStretch(Stretch):
 
     def reverse_peak(self, timeline: Any, *, again: bool) -> int:
         """Of the reverse pass over the nodes. `again`: once they have run again."""
-        arriving = timeline.live[self.stop]
+        arriving, fused = timeline.live[self.stop], not self.packs
         kept = list(itertools.accumulate(self.kept_by_node, initial=0))
         top = 0
         for k, i in enumerate(range(self.start, self.stop)):
             if again:
-                top = max(top, kept[k] + timeline.states(i) + arriving)
+                states = timeline.states(i, fused=fused) - self.also_alive[k] * fused
+                top = max(top, kept[k] + states + arriving)
             inside = 0
             if self.tile:
                 inside = in_periods(self.nodes[k], timeline.costs[i].backprop, self.tile)[1]
             ordered = is_large_product(self.nodes[k], self.network)
-            top = max(top, timeline.reverse(i, kept[k], kept[k + 1], ordered=ordered) + inside)
+            step = timeline.reverse(i, kept[k], kept[k + 1], ordered=ordered, fused=fused)
+            top = max(top, step + inside)
         return top
 
     def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
@@ -291,14 +352,14 @@ class PlainStretch(Stretch):
             if node.is_aside or node.is_fork:
                 continue
             cost = costs[self.start + i]
-            size, why = self.row(cost, first=not rows)
+            (size, why), way_out = self.row(cost, first=not rows), ""
             if chosen:
-                why = node.verdict.reason
+                why, way_out = node.verdict.reason, node.verdict.way_out
                 if node.rule is not None:
                     why = "stored" if self.kind == "store" else "recomputed"
-                    why += ": cheaper than walking"
+                    why, way_out = why + ": cheaper than walking", ""
             about = (self.kind, size, None, why, cost.m_x, cost.m_theta)
-            rows.append(Row(node.describe(), line_of(node), *about))
+            rows.append(Row.of(node, *about, way_out=way_out))
         return rows
 
     def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
@@ -329,7 +390,9 @@ class StoreExecutor(PlainStretch):
         return (v for v in self._kept[1] if v.aval.dtype != np.bool_)
 
     def forward_peak(self, timeline: Any) -> int:
-        return timeline.forward(self, self.kept_by_node)
+        if self.packs:
+            return timeline.forward(self, self.kept_by_node)
+        return timeline.forward(self, self.kept_by_node, self.also_alive, fused=True)
 
     def backward_peak(self, timeline: Any) -> int:
         return self.reverse_peak(timeline, again=False)
@@ -653,6 +716,24 @@ def store_or_recompute(network: Network, start: int, stop: int) -> StoreExecutor
     if any(n.checkpointed for n in nodes):  # what the user checkpointed is never stored
         return recomputed
     return recomputed if recomputed.kept_bytes < stored.kept_bytes else stored
+
+
+def stored_sizes(network: Network, costs: Sequence[NodeCost]) -> list[int]:
+    """What storing takes, node by node; of a run of light nodes, at the nodes at which it is kept.
+
+    Of such a run the residuals are kept, or masks as bits, or what it is computed again from.
+    """
+    key = "stored sizes", tuple(c.gradients for c in costs)
+    if key not in network.memory:
+        whole = StoreExecutor(network, 0, len(network.nodes))
+        whole.packs = False
+        sizes: list[int] = []
+        for run in fusion_of(network).runs(0, len(costs)):
+            alone = [costs[i].full for i in run]
+            fused = [whole.kept_by_node[i] + costs[i].gradients for i in run]
+            sizes += min(alone, fused, key=sum)
+        network.memory[key] = sizes
+    return network.memory[key]
 
 
 def may_run_again(nodes: Sequence[Node]) -> bool:

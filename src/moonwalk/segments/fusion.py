@@ -1,0 +1,157 @@
+"""Which values a compiler writes to memory, and which it fuses into what reads them.
+
+XLA runs a chain of light steps (casts, additions, activations, normalisations) as few kernels that read
+what the chain begins with and write what it ends with. A value in between takes no memory. Written are
+
+- what a product, a convolution, a loop or a sort reads or makes,
+- what a gather reads: its pullback scatters into an array of that size,
+- what is alive while one of these runs, and what leaves the network.
+
+All others are *fused*. What a fused value is computed from stays alive until the last step that reads
+the fused value; `last_read` says so.
+
+The same holds between a forward pass and its pullback, if both are in one program: a light step's
+residual is computed again from what its chain begins with, where that is less (`runs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from .. import _jax
+from .._jax import JaxprEqn, Literal
+from ..execute.residuals import nbytes
+from ..network.cutting import Network, Node, is_heavy
+
+# Not fused with what is around them, though they are no products.
+ALONE = frozenset(
+    {
+        *(lax.sort_p, lax.top_k_p, lax.scatter_p, lax.scatter_add_p, lax.reduce_window_p),
+        *(lax.cumsum_p, lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p, lax.fft_p),
+    }
+)
+
+
+class Step(NamedTuple):
+    """A node of a network, or an equation of a loop's body."""
+
+    reads: tuple[Any, ...]
+    makes: tuple[Any, ...]
+    apart: bool  # not fused with its neighbours
+    scatters: bool = False  # its pullback does
+
+
+class Fusion:
+    """Of a program of steps; `fusion_of` makes that of a network, once.
+
+    `begins`: variables that are there before the first step; `ends`: those that leave. `source`: of a
+    copy that a fork makes, what it is a copy of.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        begins: Iterable[Any],
+        ends: Iterable[Any],
+        source: Mapping[Any, Any] | None = None,
+    ):
+        self.steps, self.source = steps, source or {}
+        self.apart = [step.apart for step in steps]
+        self.born = {v: 0 for v in begins}
+        for i, step in enumerate(steps):
+            self.born.update((v, i + 1) for v in step.makes)
+        leaving = {self.of(v) for v in ends if self.of(v) in self.born}
+        self.written = self._written(leaving)
+        self.last_read = self._last_read(leaving)
+
+    def of(self, v: Any) -> Any:
+        """The array that a variable is: forks make no copies."""
+        while v in self.source:
+            v = self.source[v]
+        return v
+
+    def runs(self, start: int, stop: int) -> list[range]:
+        """Steps [start, stop), in their order: each that stands apart, and runs of light ones."""
+        cuts = [i for i in range(start, stop) if self.apart[i]]
+        bounds = sorted({start, *cuts, *(i + 1 for i in cuts), stop})
+        return [range(i, j) for i, j in itertools.pairwise(bounds)]
+
+    def around(self) -> list[int]:
+        """Bytes of what is written and alive before, while or after each step runs."""
+        change = [0] * (len(self.steps) + 2)
+        for v in self.written:
+            first = max(self.born[v] - 1, 0)
+            if self.last_read.get(v, -1) >= self.born[v]:
+                change[first] += nbytes(v.aval)
+                change[min(self.last_read[v], len(self.steps)) + 1] -= nbytes(v.aval)
+        return list(itertools.accumulate(change))[: len(self.steps)]
+
+    def _written(self, leaving: set[Any]) -> set[Any]:
+        found, read = set(leaving), {v: len(self.steps) for v in leaving}
+        for i, step in enumerate(self.steps):
+            reads = {self.of(v) for v in step.reads}
+            read.update((v, max(i, read.get(v, -1))) for v in reads)
+            if step.apart:
+                found.update(step.makes)
+            if step.apart or step.scatters:
+                found |= reads
+        before = list(itertools.accumulate(self.apart, initial=0))  # how many stand apart
+        for v, born in self.born.items():
+            if read.get(v, -1) >= born and before[min(read[v], len(self.steps))] > before[born]:
+                found.add(v)
+        return found & self.born.keys()
+
+    def _last_read(self, leaving: set[Any]) -> dict[Any, int]:
+        last = dict.fromkeys(leaving, len(self.steps))
+        for i in reversed(range(len(self.steps))):
+            step, reach = self.steps[i], i
+            if not step.apart:
+                reach = max((last.get(v, i) for v in step.makes if v not in self.written), default=i)
+            for v in {self.of(v) for v in step.reads}:
+                last[v] = max(last.get(v, -1), reach)
+        return last
+
+
+def fusion_of(network: Network) -> Fusion:
+    """What is fused in a network."""
+    if "fusion" not in network.memory:
+        nodes = network.nodes
+        source = {c: n.block.inputs[0] for n in nodes if n.is_fork for c in n.block.outputs}
+        begins, ends = network.state, (*network.results, *network.outputs)
+        network.memory["fusion"] = Fusion([_step(n) for n in nodes], begins, ends, source)
+    return network.memory["fusion"]
+
+
+def _step(node: Node) -> Step:
+    block = node.block
+    reads = (*block.inputs, *block.operands)
+    if node.is_fork:
+        return Step(reads, (), apart=False)
+    apart = any(map(_is_apart, block.eqns))
+    scatters = any(e.primitive is lax.gather_p for e in block.eqns)
+    return Step(reads, (*block.outputs, *block.exports), apart, scatters)
+
+
+def layer_bytes(node: Node, network: Network) -> int:
+    """What one layer of a scan takes while it runs, besides its carry and what it reads."""
+    key = "layer bytes", node.model
+    if key not in network.memory:
+        jaxpr, _ = _jax.open_jaxpr(node.block.eqns[0].params["jaxpr"])
+        steps = [
+            Step(_variables(e.invars), _variables(e.outvars), _is_apart(e), e.primitive is lax.gather_p)
+            for e in jaxpr.eqns
+        ]
+        network.memory[key] = max(Fusion(steps, (), _variables(jaxpr.outvars)).around(), default=0)
+    return network.memory[key]
+
+
+def _variables(of: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(v for v in of if not isinstance(v, Literal))
+
+
+def _is_apart(eqn: JaxprEqn) -> bool:
+    return is_heavy(eqn) or eqn.primitive in ALONE
