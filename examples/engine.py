@@ -65,7 +65,7 @@ def main() -> None:
     print(f"{LAYERS} layers of width {WIDTH}, {ROWS} rows, {args[1].dtype}\n")
     for row in plan.rows:
         print(f"{row.mode:<10}{'  ' * row.depth}{row.block}")
-    print(str(plan).splitlines()[-1], end="\n\n")
+    print(plan.table().splitlines()[-1], end="\n\n")
 
     _, truth = measure("backprop", jax.value_and_grad(loss), args)
     _, g, certificate = measure("moonwalk", mw.value_and_grad(loss, certify=True), args)

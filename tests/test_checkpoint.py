@@ -329,8 +329,8 @@ def test_more_segments_than_layers(loss, ws):
 def test_the_plan_tells_of_segments():
     plan = mw.plan(scanned, *types((STACK, X)), method=mw.Moonwalk(checkpoint=2))
     assert plan.rerun == 2
-    assert "; 2 segments run again" in str(plan).splitlines()[0]
-    assert any("7 layers, 2 segments of 4" in line for line in str(plan).splitlines())
+    assert "; 2 segments run again" in plan.table().splitlines()[0]
+    assert any("7 layers, 2 segments of 4" in line for line in plan.table().splitlines())
     assert json.loads(json.dumps(plan.to_dict(), allow_nan=False))["rerun"] == 2
     flat = mw.plan(looped, *types((LAYERS, X)), method=mw.Moonwalk(checkpoint=2))
     assert flat.rerun == 2

@@ -78,6 +78,7 @@ NETWORKS = {
         network_of(lambda x, p: turn(x, p["w"]) + p["b"]),
         [{"w": w, "b": normal(8, seed=i)} for i, w in enumerate(orthogonals(4))],
         X,
+        method=mw.Moonwalk(walk="always"),
     ),
     "scan": Network(scanned(turn), stack(orthogonals(8)), X),
     "scan with anchors": Network(
@@ -296,9 +297,8 @@ def test_one_state_for_all_devices():
         return network_of(turn)(ws[2:], x)
 
     def step(ws, x):
-        return mw.value_and_grad(lambda ws, x: loss(ws, x, lambda y: lax.psum(y, "data")), certify=True)(
-            ws, x
-        )
+        summed = lambda ws, x: loss(ws, x, lambda y: lax.psum(y, "data"))
+        return mw.value_and_grad(summed, method=mw.Moonwalk(walk="always"), certify=True)(ws, x)
 
     specs = [P(None, "data"), P("data"), *[P()] * 4]
     mapped = jax.shard_map(
@@ -366,7 +366,7 @@ def plan_under(trace, network):
     plans = []
 
     def record(params, x):
-        plans.append(str(mw.plan(network.loss, params, x, method=network.method)))
+        plans.append(mw.plan(network.loss, params, x, method=network.method).table())
         return 0.0
 
     trace(record)
@@ -383,7 +383,7 @@ def shapes(tree, parts=1):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_mesh_changes_no_plan(name, kind):
     network, mesh = NETWORKS[name], mesh_of(kind)
-    alone = str(mw.plan(network.loss, *shapes((network.params, network.x)), method=network.method))
+    alone = mw.plan(network.loss, *shapes((network.params, network.x)), method=network.method).table()
     with jax.set_mesh(mesh):
         args = put(network.params, mesh, P()), put(network.x, mesh, P("data"))
         assert plan_under(lambda fun: jax.eval_shape(fun, *args), network) == alone
@@ -393,7 +393,7 @@ def test_a_mesh_changes_no_plan(name, kind):
 def test_in_shard_map_a_plan_is_for_one_device(name):
     network = NETWORKS[name]
     own = shapes(network.params), shapes(network.x, 8)
-    alone = str(mw.plan(network.loss, *own, method=network.method))
+    alone = mw.plan(network.loss, *own, method=network.method).table()
 
     trace = lambda fun: jax.eval_shape(over_the_batch(fun), network.params, network.x)
     assert plan_under(trace, network) == alone

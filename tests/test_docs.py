@@ -23,7 +23,7 @@ def blocks(text, language):
 
 @pytest.mark.parametrize(
     ("page", "count"),
-    [("README.md", 7), pytest.param("docs/transformer.md", 2, marks=pytest.mark.slow)],
+    [("README.md", 8), pytest.param("docs/transformer.md", 2, marks=pytest.mark.slow)],
 )
 def test_the_examples_of_a_page(tmp_path, page, count):
     text = (ROOT / page).read_text()

@@ -83,7 +83,7 @@ def test_one_jvp_per_feature(loss, args, chunk):
     method = mw.PureForward(chunk=chunk, per_example=True)
     plan = mw.plan(loss, *args, method=method)
     assert plan.jvps == WIDTH
-    assert f"a seed by {WIDTH} jvps" in str(plan)
+    assert f"a seed by {WIDTH} jvps" in plan.table()
     assert mw.plan(loss, *args, method=mw.PureForward()).jvps == X.size
     json.dumps(plan.to_dict())
     found = under_jit(mw.value_and_grad(loss, method=method, certify=True), *args)

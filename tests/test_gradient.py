@@ -338,7 +338,7 @@ def test_little_saved_is_said_once():
     def dense(w, x):
         return jnp.sum(jnp.sin(x @ w))
 
-    wide = jnp.ones((WIDTH, 512))
+    wide = jnp.ones((WIDTH, 2**14))  # a MiB and more: of toys nothing is said
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mw.grad(dense)(wide, X)
@@ -356,7 +356,7 @@ def test_little_saved_is_said_once():
 
 @pytest.mark.filterwarnings("default::moonwalk.PlanWarning")
 def test_advice_is_forgotten_with_its_function():
-    plan = mw.plan(lambda w, x: jnp.sum(jnp.sin(x @ w)), jnp.ones((WIDTH, 512)), X)
+    plan = mw.plan(lambda w, x: jnp.sum(jnp.sin(x @ w)), jnp.ones((WIDTH, 2**14)), X)
     gc.collect()
     before = len(gradient._advised)
 

@@ -332,7 +332,7 @@ def test_a_scan_that_is_neither_walked_nor_inverted_is_no_step_of_a_walk():
 
 
 def test_plans_say_so():
-    text = str(mw.plan(scanned, PARAMS, STEM, X, argnums=(0, 1)))
+    text = mw.plan(scanned, PARAMS, STEM, X, argnums=(0, 1)).table()
     assert "2 blocks inverted" in text
     assert "5 layers, each from the one after it" in text
     assert "inverse given by the author of `shear`" in text

@@ -78,7 +78,7 @@ def walking():
 
 
 def test_the_table(walking):
-    first, header, *rows, last = str(walking).splitlines()
+    first, header, *rows, last = walking.table().splitlines()
     assert header.split() == COLUMNS
     assert len(rows) == len(walking.rows)
     for line, row in zip(rows, walking.rows, strict=True):
@@ -103,7 +103,7 @@ def test_rows_of_a_scan_are_indented():
     outer, *inner = (r for r in plan.rows if r.depth or r.block.startswith("scan"))
     assert (outer.depth, outer.times) == (0, 1)
     assert [(r.depth, r.times) for r in inner] == [(1, DEPTH)] * 2
-    lines = str(plan).splitlines()
+    lines = plan.table().splitlines()
     assert any(line.startswith("  dot_general") and f"×{DEPTH}" in line for line in lines)
 
 
@@ -184,7 +184,7 @@ def test_more_layers_keep_a_bit_per_entry_each():
 
 def test_advice_names_the_costliest_block():
     """Where one block has all the memory, it is stored, and nothing is gained."""
-    plan = mw.plan(lambda w, x: jnp.sum(jnp.sin(x @ w)), *structs(jnp.ones((WIDTH, 512)), X))
+    plan = mw.plan(lambda w, x: jnp.sum(jnp.sin(x @ w)), *structs(jnp.ones((WIDTH, 2**14)), X))
     costly = max(plan.rows, key=lambda r: r.bytes)
     assert not plan.walks
     assert costly.block in plan.advice() and costly.source in plan.advice()
@@ -231,8 +231,10 @@ def test_advice_compares_with_backprop_first_and_with_checkpointing_second(plan,
 
 
 def test_a_plan_that_is_checkpointing_and_saves_says_nothing():
-    plan = mw.plan(loss_of(lambda x, w: jnp.sin(x @ w)), *structs(ORTHOGONAL * 2, X))
-    assert not plan.walks and plan.peak_bytes == plan.checkpoint_bytes < plan.backprop_bytes / 1.5
+    rows = jnp.ones((2**13, WIDTH))  # more than a MiB: of toys nothing is said anyway
+    plan = mw.plan(loss_of(lambda x, w: jnp.sin(x @ w)), *structs(ORTHOGONAL * 2, rows))
+    assert not plan.walks and plan.backprop_bytes > 2**20
+    assert plan.peak_bytes <= 1.1 * plan.checkpoint_bytes < plan.backprop_bytes / 1.5
     assert plan.advice() is None
 
 
@@ -305,7 +307,7 @@ def test_where_barriers_stay_or_do_not_matter_nothing_is_said(old_jax, monkeypat
 def test_structs_and_values_plan_alike_where_all_is_declared():
     loss = loss_of(turn)
     a, b = mw.plan(loss, ORTHOGONAL, X), mw.plan(loss, *structs(ORTHOGONAL, X))
-    assert str(a) == str(b)
+    assert (str(a), a.table()) == (str(b), b.table())
     assert (a.kept_bytes, a.signature) == (b.kept_bytes, b.signature)
     assert not a.measured and not b.measured
 
@@ -332,7 +334,7 @@ def test_measured_gains(make):
     assert plan.walks and plan.measured
     assert plan.kept_bytes < unknown.kept_bytes or plan.peak_bytes < unknown.peak_bytes
     assert plan.predicted_gain > 1
-    assert "gains measured" in str(plan)
+    assert "gains measured" in str(plan) and "gains measured" in plan.table()
     check(loss, ws, method=plan)
     text = jax.jit(mw.grad(loss, method=plan)).lower(ws, X).as_text(debug_info=True)
     assert "phase_3" in text
@@ -371,7 +373,7 @@ def test_anchors_by_tolerance():
     check(loss, GENERAL, method=dataclasses.replace(strict, method=lenient), tolerance=1e-12)
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [1, 5])
 def test_anchors_every_so_many_layers(every):
     depth = 12
     ws = [orthogonal(WIDTH, seed=i) for i in range(depth)]

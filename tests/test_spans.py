@@ -466,7 +466,7 @@ def test_the_plan_says_what_is_kept():
     assert row.gain > 1
     assert plan.fragments == 1
     assert plan.checked
-    assert ", 1 fragments" in str(plan)
+    assert ", 1 fragments" in plan.table()
 
 
 def test_bad_input():

@@ -476,7 +476,7 @@ def test_a_scale_of_zero_is_seen_while_planning():
 
 def test_what_a_plan_says():
     loss, params = network(folded(-1), layers=1)
-    text = str(whole(loss, params(PLAIN), X, Y)[0])
+    text = whole(loss, params(PLAIN), X, Y)[0].table()
     assert (
         "fragment: 12 % of the cotangent; its 2 statistics lose 2 numbers for every 16 entries" in text
     )

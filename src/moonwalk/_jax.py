@@ -203,6 +203,7 @@ __all__ = [
     "bind",
     "bind_now",
     "called_jaxpr",
+    "calling_functions",
     "concrete",
     "context_of",
     "custom_jvp_call_p",
@@ -222,6 +223,7 @@ __all__ = [
     "literal",
     "mlir",
     "name_p",
+    "named_scopes",
     "not_mapped",
     "on_every_device",
     "open_jaxpr",
@@ -479,6 +481,7 @@ def origin(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
+_LAB = _OWN_FOLDER + "lab" + os.sep  # it uses the package as anybody does
 _INTERNAL = (
     _OWN_FOLDER,
     os.path.dirname(jax.__file__) + os.sep,
@@ -497,7 +500,24 @@ def _is_internal(file_name: str) -> bool:
 def _frames(eqn: JaxprEqn) -> list[Any]:
     """An equation's stack frames outside JAX and this package, innermost first."""
     traceback = eqn.source_info.traceback
-    return [f for f in traceback.frames if not _is_internal(f.file_name)] if traceback else []
+    frames = traceback.frames if traceback else []
+    return [f for f in frames if not _is_internal(f.file_name) or f.file_name.startswith(_LAB)]
+
+
+def named_scopes(eqn: JaxprEqn) -> str:
+    """'GPT/Block_0/attention': the user's named scopes around an equation, the outermost first."""
+    stack = getattr(eqn.source_info.name_stack, "stack", ())
+    names = [part.name for part in stack if type(part).__name__ == "Scope"]
+    return "/".join(name for name in names if name != _CHECKPOINT)
+
+
+def calling_functions(eqn: JaxprEqn) -> str:
+    """'loss/Block.__call__/dense': the user's functions around an equation, the outermost first.
+
+    Those of layer libraries are left out. A function that JAX traced once and cached stands alone.
+    """
+    names = [f.function_name for f in _frames(eqn) if "site-packages" not in f.file_name]
+    return "/".join(name.rpartition("<locals>.")[2] for name in reversed(names))
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -711,10 +731,18 @@ def default_device() -> Any:
     return chosen if isinstance(chosen, jax.Device) else jax.devices()[0]
 
 
-def device_bytes() -> int | None:
-    """How much memory the default device has, as far as it says."""
+_SLOP = 0.95  # XLA's default for `xla_gpu_memory_limit_slop_factor`
+
+
+def compiler_limit() -> int | None:
+    """Bytes of a program beyond which XLA recomputes values by its own choice; None if it does not.
+
+    It compares arguments, results and temporaries with what the allocator of the device may take.
+    """
     found = default_device().memory_stats() or {}
-    return found.get("bytes_limit")
+    limit = found.get("bytes_limit")
+    enabled = jax.config.values.get("jax_compiler_enable_remat_pass", True)
+    return int(_SLOP * limit) if limit is not None and enabled else None
 
 
 def free_bytes() -> int | None:

@@ -137,6 +137,11 @@ class Node:
         return any(is_heavy(e) for e in self.block.eqns)
 
     @cached_property
+    def keeps_inside(self) -> bool:
+        """Whether it holds several products, or a loop: then its pullback keeps more than its state."""
+        return sum(map(_products, self.block.eqns)) > 1
+
+    @cached_property
     def effects(self) -> bool:
         return any(_jax.has_effects(e) for e in self.block.eqns)
 
@@ -182,6 +187,15 @@ def is_heavy(eqn: JaxprEqn) -> bool:
         inner, _ = _jax.called_jaxpr(eqn)
         return any(is_heavy(e) for e in inner.eqns)
     return eqn.primitive in _HEAVY or eqn.primitive.name in _HEAVY_NAMES
+
+
+def _products(eqn: JaxprEqn) -> int:
+    """How many heavy equations it holds; a loop counts as several."""
+    if not is_heavy(eqn):
+        return 0
+    if eqn.primitive in (lax.scan_p, lax.while_p):
+        return 2
+    return max(1, sum(_products(e) for inner in _jax.inner_jaxprs(eqn) for e in inner.eqns))
 
 
 _HEAVY = {lax.dot_general_p, lax.conv_general_dilated_p, lax.scan_p, lax.while_p, lax.cond_p}

@@ -8,7 +8,11 @@ from typing import Any, overload
 
 from ..errors import BudgetError
 from ..segments.base import format_bytes
-from .report import Plan, format_seconds
+from .report import Plan
+from .summary import format_seconds
+
+_BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class Frontier(Sequence[Plan]):
         first = self.plans[0]
         beside = first.argument_bytes + first.result_bytes
         plain = first.backprop_bytes + beside, first.backprop_seconds
+        count = f"{len(self)} plan{'s' * (len(self) > 1)}"
         lines = [
-            f"{len(self)} plans, least memory first; on {first.device}, predicted; of all bytes "
+            f"{count}, least memory first; on {first.device}, predicted; of all bytes "
             f"{format_bytes(beside)} are arguments and results",
             f"{'':>4}  {'memory':>10}  {'time':>9}  {'over backprop':>14}  segments",
         ]
@@ -75,23 +80,26 @@ class Frontier(Sequence[Plan]):
             _, axes = plt.subplots(figsize=(6, 4), layout="constrained")
         first = self.plans[0]
         beside = first.argument_bytes + first.result_bytes
-        gib, ms = 2.0**-30, 1e3
+        largest = max(p.total_bytes for p in self.plans)
+        slowest = max(p.seconds for p in self.plans)
+        unit, size = next(((u, s) for u, s in _BYTES if largest >= s), _BYTES[-1])
+        second, long = next(((u, s) for u, s in _SECONDS if slowest >= s), _SECONDS[-1])
         axes.step(
-            [p.total_bytes * gib for p in self.plans],
-            [p.seconds * ms for p in self.plans],
+            [p.total_bytes / size for p in self.plans],
+            [p.seconds / long for p in self.plans],
             where="post",
             marker="o",
             label="plans",
         )
         axes.plot(
-            [(first.backprop_bytes + beside) * gib],
-            [first.backprop_seconds * ms],
+            [(first.backprop_bytes + beside) / size],
+            [first.backprop_seconds / long],
             "s",
             color="0.4",
             label="backpropagation",
         )
-        axes.set_xlabel("predicted memory, arguments and results included [GiB]")
-        axes.set_ylabel(f"predicted time on {first.device} [ms]")
+        axes.set_xlabel(f"predicted memory, arguments and results included [{unit}]")
+        axes.set_ylabel(f"predicted time on {first.device} [{second}]")
         axes.legend()
         return axes
 

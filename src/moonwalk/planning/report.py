@@ -1,4 +1,4 @@
-"""What a plan says: the table, its totals, and how to carry it from concrete arguments into `jit`."""
+"""`Plan`: how a function is differentiated, as data; made from a choice, bound to a network."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from ..segments.base import format_bytes as format_bytes
 from ..segments.codec import in_plans
 from ..segments.costs import NodeCost, node_costs
 from ..segments.seconds import device_kind
+from . import summary
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
 from .search import Choice
-from .timeline import backprop_peak, backprop_seconds
+from .timeline import Timeline, backprop_peak, backprop_seconds
 from .tolerance import Planned
 
 for _method in (Moonwalk, PureForward, Checkpoint, Reversible):
     in_plans(_method)
 
 WORTH = 1.1  # factor of memory that a walk, which takes longer and rounds, must save; less is warned of
+TOY = 2**20  # bytes: of a function for which backpropagation takes less, nothing is said
 
 
 @in_plans
@@ -38,8 +40,9 @@ WORTH = 1.1  # factor of memory that a walk, which takes longer and rounds, must
 class Plan:
     """How `moonwalk.value_and_grad` will differentiate a function at given shapes.
 
-    Printable; accepted wherever `method=` is. A plan made from concrete arguments carries the gains that
-    were measured on them.
+    Accepted wherever `method=` is. A plan made from concrete arguments carries the gains that were
+    measured on them. `print` shows what it takes, what is done to which part of the function, and what
+    would help; `table()` has every block.
     """
 
     rows: tuple[Row, ...]
@@ -72,6 +75,9 @@ class Plan:
     device: str = ""  # what kind of device the seconds are for
     compiled_bytes: int | None = None  # temporaries of the compiled program (`verify=True`)
     budget_bytes: int | None = None  # what `Moonwalk(budget=...)` allows
+    compiler_limit: int | None = None  # a larger program is recomputed in part by the compiler's choice
+    held: tuple[int, ...] = ()  # bytes that each segment keeps until its turn in the reverse pass
+    busiest: int | None = None  # the segment in which the peak lies
 
     @property
     def total_bytes(self) -> int:
@@ -142,7 +148,11 @@ class Plan:
         return [segment.bind(network) for segment in self.segments]
 
     def __str__(self) -> str:
-        return _table(self)
+        return summary.summary(self)
+
+    def table(self) -> str:
+        """Every block, with its mode, bytes, gain, reason and source line."""
+        return summary.table(self)
 
     def advice(self) -> str | None:
         """A sentence if nothing is gained, naming the costliest block and what would help.
@@ -186,18 +196,13 @@ class Plan:
 
     def _rival(self) -> str | None:
         """The method that takes about as little memory as the plan, if there is one."""
+        if self.backprop_bytes < TOY or self.budget_bytes is not None:
+            return None  # with a budget, the fastest plan was asked for
         if WORTH * self.peak_bytes > self.backprop_bytes:
             return "backpropagation"
         if (self.walked or self.inverted) and WORTH * self.peak_bytes > self.checkpoint_bytes:
             return "checkpointing"
         return None
-
-
-def format_seconds(seconds: float) -> str:
-    """'12.3 ms'."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
 
 
 _said_barriers = False
@@ -251,43 +256,6 @@ def describe_nodes(network: Network) -> tuple[str, ...]:
     return tuple(describe(n) for n in network.nodes)
 
 
-def _table(plan: Plan) -> str:
-    lines = [
-        f"weight side {format_bytes(plan.weight_side_bytes)}; tolerance {plan.tolerance:.0e}; "
-        f"{plan.walked} blocks walked, {plan.anchors} anchors"
-        + (f", {plan.fragments} fragments" if plan.fragments else "")
-        + (f", {plan.inverted} blocks inverted" if plan.inverted else "")
-        + (f"; {plan.rerun} segments run again" if plan.rerun else "")
-        + (f"; a seed by {plan.jvps} jvps" if plan.jvps else "")
-        + ("; gains measured" if plan.measured else "")
-    ]
-    header = ("block", "mode", "kept", "M_x", "M_θ", "gain", "why", "source")
-    cells: list[tuple[str, ...]] = [header]
-    for r in plan.rows:
-        times = f" ×{r.times}" if r.times > 1 else ""
-        cells.append(
-            (
-                "  " * r.depth + r.block,
-                r.mode,
-                format_bytes(r.bytes) + times,
-                format_bytes(r.m_x),
-                format_bytes(r.m_theta),
-                "" if r.gain is None else f"{r.gain:.3g}",
-                r.why if len(r.why) < 120 else r.why[:117] + "…",
-                r.source,
-            )
-        )
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    for row in cells:
-        lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
-    lines.append(
-        f"kept {format_bytes(plan.kept_bytes)}, peak about {format_bytes(plan.peak_bytes)}; "
-        f"backprop about {format_bytes(plan.backprop_bytes)}, "
-        f"checkpointing about {format_bytes(plan.checkpoint_bytes)}"
-    )
-    return "\n".join(lines)
-
-
 def describe(
     network: Network,
     choice: Choice,
@@ -301,6 +269,8 @@ def describe(
 ) -> Plan:
     """The plan without its rows, which `with_rows` adds when they are read."""
     facts = [segment.facts for segment in choice.segments]
+    timeline = Timeline(network, costs)
+    busiest = timeline.busiest(choice.segments)
     return Plan(
         rows=(),
         method=method,
@@ -314,6 +284,7 @@ def describe(
         backprop_seconds=backprop_seconds(network),
         checkpoint_seconds=plain.seconds,
         device=device_kind(),
+        compiler_limit=_jax.compiler_limit(),
         walked=sum(f.walked for f in facts),
         anchors=sum(f.anchors for f in facts),
         fragments=sum(f.fragments for f in facts),
@@ -327,6 +298,8 @@ def describe(
         nodes=describe_nodes(network),
         jvps=sum(f.jvps for f in facts),
         inverted=sum(f.inverted for f in facts),
+        held=tuple(segment.held(timeline) for segment in choice.segments),
+        busiest=None if busiest is None else choice.segments.index(busiest),
     )
 
 
@@ -334,5 +307,9 @@ def with_rows(plan: Plan, network: Network, executors: Sequence[Executor], *, fu
     """The plan with the rows of its report: what is done to every block."""
     costs = node_costs(network, fused=fused)
     chosen = isinstance(plan.method, Moonwalk | PureForward)
-    rows = (row for executor in executors for row in executor.rows(costs, chosen=chosen))
+    rows = (
+        replace(row, segment=number)
+        for number, executor in enumerate(executors)
+        for row in executor.rows(costs, chosen=chosen)
+    )
     return replace(plan, rows=tuple(rows))

@@ -40,6 +40,19 @@ class Row:
     m_theta: int  # bytes that ∂y/∂θ needs besides
     depth: int = 0  # inside a scan
     times: int = 1  # layers of that scan
+    way_out: str = ""  # of a block without a vijp: what would give it one
+    scope: str = ""  # the user's named scopes around it (`jax.named_scope`, modules of Flax)
+    calls: str = ""  # the user's functions around it, as far as the trace knows them
+    segment: int = 0  # the plan's segment that it belongs to
+
+    @classmethod
+    def of(cls, node: Node, *about: Any, way_out: str = "") -> Row:
+        """The row of a node; `about`: the fields from `mode` on."""
+        places = [] if node.is_fork or not node.block.eqns else [node.block.eqns[-1]]
+        scope, calls = (
+            "".join(map(find, places)) for find in (_jax.named_scopes, _jax.calling_functions)
+        )
+        return cls(node.describe(), line_of(node), *about, way_out=way_out, scope=scope, calls=calls)
 
 
 class Facts(NamedTuple):

@@ -11,13 +11,14 @@ All others are *fused*. What a fused value is computed from stays alive until th
 the fused value; `last_read` says so.
 
 The same holds between a forward pass and its pullback, if both are in one program: a light step's
-residual is computed again from what its chain begins with, where that is less (`runs`).
+residual is computed again from what its chain begins with, where that is less (`runs`). On a CPU that
+ends at a costly function, such as exp or tanh: XLA does not compute it twice, and keeps what it returns.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -34,6 +35,16 @@ ALONE = frozenset(
         *(lax.cumsum_p, lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p, lax.fft_p),
     }
 )
+# Entry by entry, but not computed twice on a CPU.
+COSTLY = frozenset(
+    {
+        *(lax.exp_p, lax.exp2_p, lax.expm1_p, lax.log_p, lax.log1p_p, lax.pow_p, lax.div_p, lax.rem_p),
+        *(lax.sin_p, lax.cos_p, lax.tan_p, lax.sinh_p, lax.cosh_p, lax.tanh_p, lax.atan2_p),
+        *(lax.logistic_p, lax.erf_p, lax.erfc_p, lax.erf_inv_p, lax.lgamma_p, lax.digamma_p),
+        *(lax.sqrt_p, lax.rsqrt_p, lax.cbrt_p, _jax.random_bits_p),
+    }
+)
+_FEW = 0.25  # of the largest result of a chain: costly functions of fewer entries do not count
 
 
 class Step(NamedTuple):
@@ -43,6 +54,7 @@ class Step(NamedTuple):
     makes: tuple[Any, ...]
     apart: bool  # not fused with its neighbours
     scatters: bool = False  # its pullback does
+    costly: int = 0  # the most entries for which it computes a costly function
 
 
 class Fusion:
@@ -79,6 +91,14 @@ class Fusion:
         cuts = [i for i in range(start, stop) if self.apart[i]]
         bounds = sorted({start, *cuts, *(i + 1 for i in cuts), stop})
         return [range(i, j) for i, j in itertools.pairwise(bounds)]
+
+    def computed_again(self, places: range) -> range:
+        """Of consecutive light steps, those that a pullback may start from to compute the rest again."""
+        if _jax.default_device().platform != "cpu":
+            return places
+        most = max((v.aval.size for i in places for v in self.steps[i].makes), default=0)
+        costly = (i for i in places if self.steps[i].costly > _FEW * most)
+        return range(max(costly, default=places.start - 1) + 1, places.stop)
 
     def around(self) -> list[int]:
         """Bytes of what is written and alive before, while or after each step runs."""
@@ -133,7 +153,16 @@ def _step(node: Node) -> Step:
         return Step(reads, (), apart=False)
     apart = any(map(_is_apart, block.eqns))
     scatters = any(e.primitive is lax.gather_p for e in block.eqns)
-    return Step(reads, (*block.outputs, *block.exports), apart, scatters)
+    costly = (v.aval.size for e in _all_inside(block.eqns) if e.primitive in COSTLY for v in e.outvars)
+    return Step(reads, (*block.outputs, *block.exports), apart, scatters, max(costly, default=0))
+
+
+def _all_inside(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Equations, and those of what they call."""
+    for eqn in eqns:
+        yield eqn
+        for inner in _jax.inner_jaxprs(eqn):
+            yield from _all_inside(inner.eqns)
 
 
 def layer_bytes(node: Node, network: Network) -> int:

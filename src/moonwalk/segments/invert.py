@@ -39,7 +39,7 @@ from ..rules import registry
 from ..rules.registry import Rule, State, Verdict
 from ..trace.graph import Block
 from ..trace.linearity import is_linear
-from .base import Facts, Offer, Proposer, Realised, Row, Segment, line_of
+from .base import Facts, Offer, Proposer, Realised, Row, Segment
 from .checks import check_limit
 from .codec import in_plans
 from .costs import NodeCost, full_residual, node_costs
@@ -220,7 +220,7 @@ class InvertedBlock:
         """As a report shows it."""
         why = self.rule.inverts(self.node.block).reason
         about = ("invert", kept, None, why, cost.m_x, cost.m_theta, depth, times)
-        return [Row(self.node.describe(), line_of(self.node), *about)]
+        return [Row.of(self.node, *about)]
 
     def back(self, fixed: Env, x: Env, h: Env, out: GradientSink) -> None:
         """From the outputs' values and cotangents to the inputs'."""
@@ -266,7 +266,7 @@ class InvertedLoop:
         length = self.layers.length
         why = f"{length} layers, each from the one after it"
         about = ("invert", kept, None, why, cost.m_x, cost.m_theta, depth, times)
-        rows = [Row(self.node.describe(), line_of(self.node), *about)]
+        rows = [Row.of(self.node, *about)]
         for part, inner in zip(self.layer, node_costs(self.layers.body.network), strict=True):
             rows += part.rows(inner, 0, depth + 1, length)
         return rows

@@ -76,6 +76,8 @@ class Loop(Segment):
 class TiledExecutor(StoreExecutor):
     """Tiles that JAX differentiates. They keep carries, and what the layers read: no masks to pack."""
 
+    kind = "recompute"
+
     @functools.cached_property
     def packs(self) -> bool:
         return False
@@ -90,7 +92,11 @@ class TiledExecutor(StoreExecutor):
 
     def row(self, cost: NodeCost, *, first: bool) -> tuple[int, str]:
         del cost, first
-        return self.kept_bytes, f"segments of {' of '.join(map(str, self.tile))} layers, run again"
+        return self.kept_bytes, "run again"
+
+    def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
+        tiles = f"segments of {' of '.join(map(str, self.tile))} layers"
+        return [replace(r, why=f"{r.why}; {tiles}") for r in super().rows(costs, chosen=chosen)]
 
 
 def tiled_walk(walk: WalkExecutor, every: int) -> TiledWalkExecutor:

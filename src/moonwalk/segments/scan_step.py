@@ -32,7 +32,7 @@ from ..network.loop_body import Body
 from ..rules.fragments import Place
 from ..rules.registry import Alarm
 from ..trace import graph
-from .base import Row, line_of
+from .base import Row
 from .checks import check_sources
 from .costs import NodeCost, node_costs
 from .layers import LayerGradients, Operands, ScanLayers, body_of, costly_inside
@@ -114,7 +114,7 @@ class ScanStep(Step):
         size = self.kept_bytes + self.memo_bytes - self.length * inner
         gain = self.gain.factor if self.is_walked else None
         about = (self.mode, size, gain, self.why, cost.m_x, cost.m_theta, depth, times)
-        rows = [Row(self.node.describe(), line_of(self.node), *about)]
+        rows = [Row.of(self.node, *about)]
         costs = node_costs(self.body.network)
         for step, inner_cost in zip(self.walk.steps, costs, strict=True):
             rows += step.rows(inner_cost, self.walk, depth + 1, self.length)

@@ -31,7 +31,7 @@ from ..rules import chain, fragments
 from ..rules.fragments import Ask, FragmentRule, Place
 from ..rules.registry import Alarm, Gain
 from ..trace.graph import Block
-from .base import Row, format_bytes, line_of
+from .base import Row, format_bytes
 from .costs import NodeCost
 from .linearised import Linearised, cast, linearised, restricted, rule_through
 from .sources import Anchor, Copies, Given, Restored, Source, Unneeded, Vijp
@@ -171,7 +171,8 @@ class Step:
         gain = self.gain.factor if self.is_walked else None
         size = self.kept_bytes + self.memo_bytes
         about = (self.mode, size, gain, why, cost.m_x, cost.m_theta, depth, times)
-        return [Row(self.node.describe(), line_of(self.node), *about)]
+        way_out = "" if self.is_walked or self.node.rule is not None else self.node.verdict.way_out
+        return [Row.of(self.node, *about, way_out=way_out)]
 
     def is_read_by(self, variables: Collection[Any]) -> None:
         """What the steps around it read."""

@@ -239,10 +239,13 @@ class PlainStretch(Stretch):
         if key not in self.network.memory:
             items = self._items(places)
             ways = [items]
-            if not fusion_of(self.network).apart[places[0]]:
+            fusion = fusion_of(self.network)
+            if not fusion.apart[places[0]]:
                 # The state is counted at the first node that needs it.
                 for first in sorted({i for i, size, _ in items if size}):
-                    for begin in places[: places.index(first) + 1]:
+                    for begin in fusion.computed_again(places):
+                        if begin > first:
+                            break
                         alive = self._begins(range(begin, places[-1] + 1))
                         kept = [(first, nbytes(v.aval), v) for v in alive]
                         ways.append([item for item in items if item[0] < first] + kept)
@@ -317,12 +320,12 @@ class PlainStretch(Stretch):
         return -(-self.nodes[0].block.eqns[0].params["length"] // self.tile[-1])
 
     def seconds(self, timeline: Any) -> float:
+        # A light node that is linearised again reads its state instead of residuals: that takes no longer.
         nodes = timeline.seconds[self.start : self.stop]
-        linearised_again = sum(nodes[i].forward for i in self.again)
         again = len(self.tile) * sum(n.forward for n in nodes)
         if self.runs_again:
             again += sum(n.forward for n in nodes) - sum(nodes[i].forward for i in self.spared)
-        return super().seconds(timeline) + again + linearised_again
+        return super().seconds(timeline) + again
 
     @functools.cached_property
     def spared(self) -> list[int]:

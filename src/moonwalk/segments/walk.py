@@ -22,6 +22,7 @@ from ..execute import certificate
 from ..execute.barriers import Env, barrier
 from ..execute.certificate import Measured
 from ..execute.precision import as_cotangent
+from ..execute.residuals import nbytes
 from ..execute.scale import Cotangents, Exponent, difference, exponent_for, largest, shifted
 from ..execute.sinks import GradientSink
 from ..network.cutting import Network
@@ -279,16 +280,26 @@ class WalkExecutor(Executor):
             last = self.stop - 1
             top = residuals + timeline.states(last) + timeline.live[self.stop]
         for k in reversed(range(len(steps))):  # Phase II
-            top = max(top, residuals + after + timeline.states(self.start + k))
+            inside = self._inside(k, timeline) if steps[k].is_stem else 0
+            top = max(top, residuals + after + timeline.states(self.start + k) + inside)
             after += memos[k]
         for k, step in enumerate(steps[: self.end]):  # Phase III
             has_h = k > 0 and steps[k - 1].source != "none" and not steps[k - 1].is_stem
             seeded = k == 0 and bool(self.seeds)
             working = step.working_bytes(timeline.states(self.start + k), has_h=has_h or seeded)
-            top = max(top, residuals + after + working)
+            inside = 0 if step.is_stem else self._inside(k, timeline)
+            top = max(top, residuals + after + working + inside)
             residuals -= step.kept_bytes
             after -= memos[k]
         return timeline.start(self) + top
+
+    def _inside(self, k: int, timeline: Any) -> int:
+        """What the pullback to the weights of step k keeps for a moment, besides the step's state."""
+        node = self.steps[k].node
+        if node.is_scan or not (node.weights and node.keeps_inside) or self.steps[k].source == "none":
+            return 0
+        state = nbytes(*(v.aval for v in node.block.inputs))
+        return max(0, timeline.costs[self.start + k].backprop - state)
 
     def seconds(self, timeline: Any) -> float:
         nodes = timeline.seconds[self.start : self.stop]

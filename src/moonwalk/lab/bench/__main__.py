@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of weights and data")
     add("--only", action="append", default=[], metavar="WORD", help="measurements whose line has it")
     add("--timeout", type=float, default=command.Options.timeout, help="seconds for a measurement")
+    add("--jobs", type=int, default=1, help="measurements that compile at once; they run one by one")
     add("--retry", action="store_true", help="measure once more what failed")
     add("--fresh", action="store_true", help="forget what the folder has")
     add("--dry-run", action="store_true", help="say what would be measured")
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
             given.dry_run,
             given.report_only,
             given.commit,
+            given.jobs,
         )
         command.run(options, Lines())
     except (ValueError, RuntimeError, OSError) as error:

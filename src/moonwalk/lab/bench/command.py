@@ -29,7 +29,7 @@ class Options:
     - `device`: "cpu", "gpu", or "auto" for a GPU where there is one.
     - `out`: the folder for records, figures and the report.
     - `request`: the request passed to experiments; its platform is the device's.
-    - `timeout`: seconds for one measurement.
+    - `timeout`: seconds for one measurement. `jobs`: measurements under way at once.
     - `retry`: measure once more what failed. `fresh`: forget what the folder has.
     - `dry_run`: say what would be measured. `report_only`: draw what the folder has.
     - `commit`: for the header, where git is not at hand.
@@ -46,6 +46,7 @@ class Options:
     dry_run: bool = False
     report_only: bool = False
     commit: str = ""
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         if self.everything and self.names:
@@ -59,6 +60,7 @@ class Options:
             raise ValueError(nearest("device", self.device, DEVICES))
         settings.positive("bench", "timeout", self.timeout)
         settings.count("bench", "seed", self.request.seed, 0)
+        settings.count("bench", "jobs", self.jobs)
         files.refuse_file(self.out)
 
     @property
@@ -102,6 +104,7 @@ def run(options: Options, screen: Screen) -> None:
             request.platform,
             timeout=options.timeout,
             retry=options.retry,
+            jobs=1 if hasattr(module, "measure") else options.jobs,  # what it does has no turns
             on_start=screen.start,
             on_record=screen.done,
         )

@@ -27,7 +27,7 @@ import numpy as np
 
 from ... import _jax, preview
 from ...errors import MoonwalkError, PlanWarning
-from . import methods, networks
+from . import methods, networks, turns
 from .tasks import Task
 
 REFERENCES = {
@@ -137,7 +137,10 @@ def measure(task: Task, cache: Path | None = None) -> dict[str, Any]:
     """The fields of a task's record."""
     warnings.simplefilter("ignore", PlanWarning)
     with precisely(task.precision):
-        return largest(task) if "search" in task.settings else _measure(task, cache)
+        if "search" not in task.settings:
+            return _measure(task, cache)
+        with turns.compiling(cache):
+            return largest(task)
 
 
 def failure(error: Exception) -> dict[str, str]:
@@ -177,12 +180,21 @@ class Program:
 
 
 def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
-    asked, program = task.settings, Program(task, cache)
+    asked = task.settings
+    with turns.compiling(cache):
+        program = Program(task, cache)
     found, limit = program.found, asked.get("limit_bytes")
     if limit is not None and held(found) > limit:
         return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
     if not asked.get("run", True):
         return found
+    with turns.running(cache):
+        return _run(task, program, cache)
+
+
+def _run(task: Task, program: Program, cache: Path | None) -> dict[str, Any]:
+    """What was found by compiling, with times and the error of the gradient."""
+    asked, found = task.settings, program.found
     try:
         args = program.arguments()
         (_, gradients, *more), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def by_hand(name: str) -> int | str | None:
 
     `networks.Network.by_hand` makes that loss.
     """
-    found = re.fullmatch(r"jax-checkpoint-(\d+|block|sqrt)", name)
+    found = re.fullmatch(r"jax-checkpoint-(\d+|block|dots|sqrt)", name)
     return None if found is None else int(found[1]) if found[1].isdigit() else found[1]
 
 
@@ -60,18 +61,23 @@ def _certified(**settings: Any) -> Callable[..., Gradient]:
 
 
 def _accumulate(loss: Any, args: Any, count: int) -> Gradient:
-    """The mean over micro-batches, one after the other, as a user does whose batch does not fit."""
-    batch = args[1].shape[0]
-    if batch % count:
-        raise ValueError(f"accumulate-{count}: a batch of {batch} has no {count} equal parts")
+    """The mean over micro-batches, one after the other, as a user does whose batch does not fit.
+
+    The first axis of every array of the data is cut into `count` parts.
+    """
+    for batch in (a.shape[0] for a in jax.tree.leaves(args[1:])):
+        if batch % count:
+            raise ValueError(f"accumulate-{count}: a batch of {batch} has no {count} equal parts")
 
     def run(params: Any, x: Any, target: Any) -> Any:
-        parts = jax.tree.map(lambda a: a.reshape((count, batch // count, *a.shape[1:])), (x, target))
+        parts = jax.tree.map(lambda a: a.reshape((count, -1, *a.shape[1:])), (x, target))
+        found = functools.partial(jax.value_and_grad(loss), params)
 
         def add(total: Any, part: Any) -> Any:
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, *part)), None
+            return jax.tree.map(jnp.add, total, found(*part)), None
 
-        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), x.dtype), params))
+        types = jax.eval_shape(found, *jax.tree.map(lambda a: a[0], parts))
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), types)
         total, _ = lax.scan(add, zero, parts)
         return jax.tree.map(lambda a: a / count, total)
 
@@ -111,7 +117,7 @@ _METHODS: dict[str, Callable[..., Gradient]] = {
     "checkpoint-recursive": _by(methods.Checkpoint("recursive")),
     "checkpoint-block": _by(methods.Checkpoint("block")),
     r"checkpoint-(?P<count>\d+)": _numbered(methods.Checkpoint, "segments"),
-    r"jax-checkpoint-(\d+|block|sqrt)": _by(methods.Backprop()),
+    r"jax-checkpoint-(\d+|block|dots|sqrt)": _by(methods.Backprop()),
     r"accumulate-(?P<count>\d+)": _accumulate,
     "forward": _by(methods.Forward()),
     "projected-forward": _by(methods.ProjectedForward(0)),
@@ -140,6 +146,7 @@ NAMES = (
     "checkpoint-block",
     "checkpoint-8",
     "jax-checkpoint-block",
+    "jax-checkpoint-dots",
     "jax-checkpoint-sqrt",
     "jax-checkpoint-8",
     "accumulate-4",

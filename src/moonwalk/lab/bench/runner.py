@@ -1,4 +1,4 @@
-"""Runs tasks one after the other, each in a fresh process; every outcome becomes a record."""
+"""Runs tasks, each in a fresh process; every outcome becomes a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +33,8 @@ class Runner:
     - `platform`: "cpu" or "gpu".
     - `timeout`: seconds for one task.
     - `retry`: tasks that failed or took too long are measured again.
+    - `jobs`: how many tasks may be under way at once; they compile together and run one at a time
+        (`turns`).
     - `on_start`, `on_record`: called before each task, and with its record afterwards; `is_new` says
         whether it was measured just now.
     """
@@ -42,26 +46,43 @@ class Runner:
         *,
         timeout: float = TIMEOUT,
         retry: bool = False,
+        jobs: int = 1,
         on_start: Callable[[Task], None] = lambda task: None,
         on_record: Callable[[Record, bool], None] = lambda record, is_new: None,
     ):
         self.store, self.platform, self.timeout, self.retry = store, platform, timeout, retry
-        self.on_start, self.on_record = on_start, on_record
+        self.jobs, self.on_start, self.on_record = jobs, on_start, on_record
         self.cache = store.path.parent / ".cache"
         self._told: set[str] = set()
+        self._one = threading.Lock()  # for the store and for what reports
 
     def run(self, task: Task) -> Record:
         """The record of a task, measured if it is not in the store."""
-        found = self.store.find(task)
-        failed = found is not None and found["status"] in _AGAIN and task.key not in self._told
-        if found is not None and not (failed and self.retry):
-            self._tell(task, found, is_new=False)
-            return found
-        self.on_start(task)
-        found = in_process(task, self.platform, self.cache, self.timeout)
-        self.store.add(found)
-        self._tell(task, found, is_new=True)
+        with self._one:
+            found = self.store.find(task)
+            failed = found is not None and found["status"] in _AGAIN and task.key not in self._told
+            if found is not None and not (failed and self.retry):
+                self._tell(task, found, is_new=False)
+                return found
+            self.on_start(task)
+        patience = self.timeout * self.jobs  # in which others may have their turn
+        found = in_process(task, self.platform, self.cache, patience)
+        with self._one:
+            self.store.add(found)
+            self._tell(task, found, is_new=True)
         return found
+
+    def run_all(self, tasks: Sequence[Task]) -> None:
+        """All of these, `jobs` at once."""
+        if self.jobs == 1:
+            for task in tasks:
+                self.run(task)
+            return
+        pool = ThreadPoolExecutor(self.jobs)
+        try:
+            list(pool.map(self.run, tasks))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _tell(self, task: Task, found: Record, is_new: bool) -> None:
         """Report a record once per task, because a search asks again for records of earlier tasks."""
@@ -73,8 +94,7 @@ class Runner:
 def run(name: str, request: Request, runner: Runner) -> None:
     """Run an experiment: its tasks and its search."""
     module = experiments.load(name)
-    for task in planned(module, request):
-        runner.run(task)
+    runner.run_all(planned(module, request))
     if hasattr(module, "search"):
         module.search(request, runner.run)
 
@@ -114,6 +134,7 @@ def _worker(
     """Environment of a worker: float32 unless a measurement says otherwise, and this very package."""
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE), env.get("PYTHONPATH"))))
+    env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers may share a device
     if platform == "cpu":
         env["JAX_PLATFORMS"] = "cpu"
     command = [sys.executable, "-m", f"{__package__}.worker", *arguments]

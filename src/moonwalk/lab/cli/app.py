@@ -257,6 +257,12 @@ def bench(
     timeout: Annotated[
         float, typer.Option(callback=_positive, help="Seconds for one measurement.")
     ] = command.Options.timeout,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            callback=_at_least(1), help="Measurements that compile at once; they run one by one."
+        ),
+    ] = 1,
     retry: Annotated[bool, typer.Option("--retry", help="Measure once more what failed.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what --out has.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured.")] = False,
@@ -283,6 +289,7 @@ def bench(
             out=out,
             request=request,
             timeout=timeout,
+            jobs=jobs,
             retry=retry,
             fresh=fresh,
             dry_run=dry_run,
@@ -320,6 +327,25 @@ def plan(
     has_aux: Annotated[
         bool, typer.Option("--has-aux", help="The loss returns a pair: its value, and auxiliary data.")
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The fastest plan within so much memory, such as 8GiB; device: what is free there.",
+        ),
+    ] = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="All plans between least memory and least time.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw these plans; .png, .pdf, .svg.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compile the plan, to show the bytes that it takes.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Every block, with its bytes and the reason.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Print how your own loss would be differentiated: what is walked, kept, recomputed, and why.
@@ -328,9 +354,20 @@ def plan(
     is called with; gradients are for the first of these. The current folder is searched for modules.
     """
     try:
-        assigned = dict(map(_assignment, settings or ()))
-        found = plan_run.make(where, assigned, method, has_aux=has_aux)
+        request = plan_run.Request(
+            where=where,
+            settings=dict(map(_assignment, settings or ())),
+            method=method,
+            has_aux=has_aux,
+            budget=budget,
+            frontier=frontier,
+            plot=plot,
+            verify=verify,
+            table=table,
+            json=json,
+        )
+        text = plan_run.answer(request)
     except (MoonwalkError, ValueError, TypeError, ImportError, OSError) as error:
         typer.echo(f"moonwalk plan: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(plan_run.as_json(found) if json else plan_run.as_text(found))
+    typer.echo(text)

@@ -1,4 +1,4 @@
-"""`moonwalk plan module:function`: the plan of a user's own loss."""
+"""`moonwalk plan module:function`: the plan, or the plans, of a user's own loss."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import inspect
 import json
 import pkgutil
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import equinox as eqx
+from matplotlib import figure
 
+from ... import settings
+from ...planning.frontier import Frontier
 from ...planning.methods import Checkpoint, Moonwalk, PureForward, Reversible
 from ...planning.report import Plan
-from ...preview import plan
+from ...preview import frontier, plan
+from ..files import writing
 from ..training.names import lookup, nearest
 
 METHODS: dict[str, Any] = {
@@ -33,10 +38,9 @@ HOW = (
 )
 
 
-def make(
-    where: str, settings: dict[str, Any], method: str = "moonwalk", *, has_aux: bool = False
-) -> Plan:
-    """The plan of the loss that `where` leads to.
+@dataclass(frozen=True)
+class Request:
+    """What `moonwalk plan` is asked for.
 
     **Arguments:**
 
@@ -46,11 +50,95 @@ def make(
     - `settings`: keyword arguments for the function.
     - `method`: a name of `METHODS`.
     - `has_aux`: whether the loss returns a pair of its value and auxiliary data.
+    - `budget`: as of `moonwalk.Moonwalk`.
+    - `frontier`: the plans from least memory to least time; with a budget, those that fit, and the plan
+        that is chosen.
+    - `plot`: a file for a figure of these.
+    - `verify`: compile the plan.
+    - `table`: every block, instead of a summary.
+    - `json`: as JSON.
     """
-    chosen = lookup("method", method, METHODS)
-    loss, *args = call(find(where), where, settings)
-    check_value(loss, args, where, has_aux)
-    return plan(loss, *args, method=chosen, has_aux=has_aux)
+
+    where: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    method: str = "moonwalk"
+    has_aux: bool = False
+    budget: str | None = None
+    frontier: bool = False
+    plot: Path | None = None
+    verify: bool = False
+    table: bool = False
+    json: bool = False
+
+    @property
+    def shows_plan(self) -> bool:
+        """Whether one plan is shown: alone, or after the frontier that it is chosen from."""
+        return not self.frontier or self.budget is not None
+
+    def __post_init__(self) -> None:
+        chosen = lookup("method", self.method, METHODS)
+        of_several = {"--frontier": self.frontier, "--plot": self.plot, "--budget": self.budget}
+        of_one = {"--verify": self.verify, "--table": self.table}
+        for option in (name for name, given in of_several.items() if given):
+            if not isinstance(chosen, Moonwalk):
+                raise ValueError(
+                    f"{option}: the method {self.method} has one plan, and nothing to choose from; pass "
+                    f"--method moonwalk, or leave {option} out"
+                )
+        for option in (name for name, given in of_one.items() if given):
+            if not self.shows_plan:
+                raise ValueError(
+                    f"{option} is for one plan, and --frontier shows several; pass --budget too, or "
+                    f"leave {option} out"
+                )
+        if self.budget not in (None, "device"):
+            settings.size("--budget", "it", self.budget)
+        if self.plot is not None:
+            check_figure(self.plot)
+
+
+def answer(request: Request) -> str:
+    """What is printed; writes the figure if there is to be one."""
+    method = METHODS[request.method]
+    if request.budget is not None:
+        method = replace(method, budget=request.budget)
+    loss, *args = call(find(request.where), request.where, request.settings)
+    check_value(loss, args, request.where, request.has_aux)
+    options: dict[str, Any] = {"method": method, "has_aux": request.has_aux}
+    found, chosen = None, None
+    if request.frontier or request.plot is not None:
+        found = frontier(loss, *args, **options)
+    if found is not None and request.plot is not None:
+        draw(found, request.plot)
+    if request.shows_plan:
+        if found is not None and request.budget is not None and not request.verify:
+            chosen = found[-1]  # the fastest that fits
+        else:
+            chosen = plan(loss, *args, verify=request.verify, **options)
+    if request.json:
+        data = [p.to_dict() for p in found or ()] if chosen is None else chosen.to_dict()
+        return json.dumps(data, indent=1, default=str)
+    texts = [str(found)] if request.frontier else []
+    texts += [] if chosen is None else [as_text(chosen, table=request.table)]
+    return "\n\n".join(texts)
+
+
+def check_figure(path: Path) -> None:
+    """Check that matplotlib can draw a file of that name."""
+    formats = figure.Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise ValueError(
+            f"--plot {path}: matplotlib draws no such file; name one that ends in "
+            f"{', '.join('.' + name for name in sorted(formats))}"
+        )
+
+
+def draw(found: Frontier, path: Path) -> None:
+    """Write a figure of the frontier; no screen is needed."""
+    drawn = figure.Figure(figsize=(6, 4), layout="constrained")
+    found.plot(drawn.subplots())
+    with writing(path, "the figure"):
+        drawn.savefig(path)
 
 
 def check_value(loss: Any, args: list[Any], where: str, has_aux: bool) -> None:
@@ -137,10 +225,7 @@ def _kind(value: Any) -> str:
     return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"
 
 
-def as_text(found: Plan) -> str:
+def as_text(found: Plan, *, table: bool = False) -> str:
+    """The plan, and advice if it saves little."""
     advice = found.advice() if isinstance(found.method, Moonwalk) else None
-    return f"{found}\n\n{advice}" if advice else str(found)
-
-
-def as_json(found: Plan) -> str:
-    return json.dumps(found.to_dict(), indent=1, default=str)
+    return "\n\n".join(filter(None, (found.table() if table else str(found), advice)))

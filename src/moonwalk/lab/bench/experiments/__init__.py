@@ -18,6 +18,7 @@ NAMES = (
     "pareto",
     "engine",
     "checkpoint",
+    "zoo",
     "segments",
     "fragments",
     "reversible",

@@ -49,17 +49,27 @@ def chain(
             x = wrap(functools.partial(_in_a_row, steps))(x, layers[start : start + every])
         return x
     assert not isinstance(layer, Sequence)
+    step = lambda x, p: (layer(x, p), None)
+    return scan(step, x, layers, wrap=wrap, every=every, inner=inner)[0]
+
+
+def scan(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    *,
+    wrap: Wrap = identity,
+    every: int = 1,
+    inner: Wrap = identity,
+) -> tuple[Any, Any]:
+    """`lax.scan`, with `wrap` around every run of `every` steps; `inner` as in `chain`."""
     if every == 1:
-        one = wrap(layer)
-        return lax.scan(lambda x, p: (one(x, p), None), x, layers)[0]
-    alone = inner(layer)
-
-    def run(x: Any, several: Any) -> Any:
-        return lax.scan(lambda x, p: (alone(x, p), None), x, several)[0]
-
-    together = wrap(run)
-    folded = jax.tree.map(lambda a: a.reshape((-1, every, *a.shape[1:])), layers)
-    return lax.scan(lambda x, several: (together(x, several), None), x, folded)[0]
+        return lax.scan(wrap(step), carry, xs)
+    alone = inner(step)
+    run = wrap(lambda carry, several: lax.scan(alone, carry, several))
+    folded = jax.tree.map(lambda a: a.reshape((-1, every, *a.shape[1:])), xs)
+    carry, ys = lax.scan(run, carry, folded)
+    return carry, jax.tree.map(lambda a: a.reshape((-1, *a.shape[2:])), ys)
 
 
 def _in_a_row(steps: list[Layer], x: Any, layers: list[Any]) -> Any:
@@ -69,19 +79,30 @@ def _in_a_row(steps: list[Layer], x: Any, layers: list[Any]) -> Any:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """Data: whole numbers from `low` up to, but not including, `high`."""
+
+    shape: tuple[int, ...]
+    low: int
+    high: int
+    dtype: Any = jnp.int32
+
+
+@dataclass(frozen=True)
 class Network:
     """A loss with the shapes of its arguments.
 
     **Arguments:**
 
     - `init`: key -> parameters
-    - `x`, `target`: shapes of the data, or trees of `jax.ShapeDtypeStruct`.
+    - `x`, `target`: shapes of the data, or trees of `jax.ShapeDtypeStruct` and `Integers`.
     - `model`: (params, x, target, *, wrap, every, inner) -> loss; the keywords are those of `chain`, by
         which the layers follow each other.
     - `depth`: how many layers the chain has.
     - `scanned`: whether it is a scan.
-    - `classes`: integers in the data are below this.
+    - `classes`: integers in the data are below this, except for `Integers`.
     - `layer`: (x, w) -> x, where all layers are alike.
+    - `block`: how many of them a user would put into one `jax.checkpoint`.
     """
 
     init: Callable[[Any], Any]
@@ -92,6 +113,7 @@ class Network:
     scanned: bool = False
     classes: int = 0
     layer: Layer | None = None
+    block: int = 1
 
     def loss(self, params: Any, x: Any, target: Any) -> Any:
         return self.model(params, x, target)
@@ -101,11 +123,12 @@ class Network:
 
         **Arguments:**
 
-        - `segments`: how many runs there are; "block": one for every layer; "sqrt": about the root of
-            the depth.
+        - `segments`: how many runs there are; "block": one for every `block` layers; "dots": the same,
+            and results of products without batch axes are kept; "sqrt": about the root of the depth.
         """
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if segments == "dots" else None
         # A scan's body cannot be merged with its recomputation, so preventing that would only cost time.
-        wrap = functools.partial(jax.checkpoint, prevent_cse=not self.scanned)
+        wrap = functools.partial(jax.checkpoint, prevent_cse=not self.scanned, policy=policy)
         return functools.partial(self.model, wrap=wrap, every=self._every(segments))
 
     def checkpointed(self, params: Any, x: Any, target: Any) -> Any:
@@ -119,8 +142,8 @@ class Network:
 
     def _every(self, segments: int | str) -> int:
         """Layers in a run; in a scan they divide its layers."""
-        if segments == "block":
-            return 1
+        if segments in ("block", "dots"):
+            return self.block
         wanted = self.depth**0.5 if segments == "sqrt" else self.depth / int(segments)
         fits = [k for k in range(1, self.depth + 1) if self.depth % k == 0 or not self.scanned]
         return min(fits, key=lambda k: abs(k - wanted))
@@ -139,19 +162,25 @@ class Network:
         return jax.jit(draw)(_key(seed))
 
     def _data(self, key: Any, asked: Any) -> Any:
-        leaves, tree = jax.tree.flatten(structs(asked))
+        leaves, tree = jax.tree.flatten(_plain(asked))
         keys = [key] if len(leaves) == 1 else jax.random.split(key, len(leaves))
-        made = [
-            jax.random.normal(k, a.shape, a.dtype)
-            if jnp.issubdtype(a.dtype, jnp.inexact)
-            else jax.random.randint(k, a.shape, 0, self.classes, a.dtype)
-            for k, a in zip(keys, leaves, strict=True)
-        ]
+        made = [self._leaf(k, a) for k, a in zip(keys, leaves, strict=True)]
         return jax.tree.unflatten(tree, made)
+
+    def _leaf(self, key: Any, asked: Any) -> Any:
+        if jnp.issubdtype(asked.dtype, jnp.inexact):
+            return jax.random.normal(key, asked.shape, asked.dtype)
+        low, high = (asked.low, asked.high) if isinstance(asked, Integers) else (0, self.classes)
+        return jax.random.randint(key, asked.shape, low, high, asked.dtype)
 
 
 def structs(asked: Any) -> Any:
-    """A plain shape stands for float32; trees of structs are returned unchanged."""
+    """Types of data: trees of `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _plain(asked))
+
+
+def _plain(asked: Any) -> Any:
+    """A plain shape stands for float32; trees are returned unchanged."""
     is_shape = isinstance(asked, tuple) and all(isinstance(n, int) for n in asked)
     return jax.ShapeDtypeStruct(asked, jnp.float32) if is_shape else asked
 

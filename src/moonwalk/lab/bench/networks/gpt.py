@@ -7,6 +7,7 @@ stay float32), "tiny" (a small vocabulary and few heads).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -35,14 +36,42 @@ def dense(x: Any, p: Any) -> Any:
     return x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
 
 
-def block(x: Any, p: Any, *, head: int) -> Any:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+def attention(x: Any, p: Any, *, head: int, causal: bool = True) -> Any:
+    """Self-attention of the normalised stream, `head` features a head."""
     batch, length, width = x.shape
     qkv = dense(layer_norm(x, p["norm1"]), p["qkv"]).reshape(batch, length, 3, width // head, head)
     q, k, v = (qkv[:, :, i] for i in range(3))
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + dense(mixed.reshape(x.shape), p["out"])
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+    return dense(mixed.reshape(x.shape), p["out"])
+
+
+def block(x: Any, p: Any, *, head: int) -> Any:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    x = x + attention(x, p, head=head)
     return x + dense(jax.nn.gelu(dense(layer_norm(x, p["norm2"]), p["up"])), p["down"])
+
+
+def init_attention(key: Any, width: int) -> dict[str, Any]:
+    one, two = jax.random.split(key)
+    return {
+        "norm1": affine(width),
+        "qkv": linear(one, width, 3 * width),
+        "out": linear(two, width, width),
+    }
+
+
+def init_mlp(key: Any, width: int, hidden: int) -> dict[str, Any]:
+    one, two = jax.random.split(key)
+    return {
+        "norm2": affine(width),
+        "up": linear(one, width, hidden),
+        "down": linear(two, hidden, width),
+    }
+
+
+def init_block(key: Any, width: int) -> dict[str, Any]:
+    one, two = jax.random.split(key)
+    return init_attention(one, width) | init_mlp(two, width, 4 * width)
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
@@ -56,25 +85,14 @@ def gpt(task: Task) -> Network:
     found, _ = words(task, "scanned", "bfloat16", "tiny")
     size = "tiny" if "tiny" in found else "full"
     scanned, vocabulary, head = "scanned" in found, VOCABULARY[size], HEAD[size]
-    width = task.width
-
-    def init_block(key: Any) -> dict[str, Any]:
-        keys = iter(jax.random.split(key, 4))
-        return {
-            "norm1": affine(width),
-            "qkv": linear(next(keys), width, 3 * width),
-            "out": linear(next(keys), width, width),
-            "norm2": affine(width),
-            "up": linear(next(keys), width, 4 * width),
-            "down": linear(next(keys), 4 * width, width),
-        }
+    width, one = task.width, functools.partial(init_block, width=task.width)
 
     def init(key: Any) -> dict[str, Any]:
         tokens, places, blocks = jax.random.split(key, 3)
         return {
             "tokens": 0.02 * normal(tokens, (vocabulary, width), 1),
             "places": 0.02 * normal(places, (task.length, width), 1),
-            "blocks": stacked(init_block, blocks, task.depth, scan=scanned),
+            "blocks": stacked(one, blocks, task.depth, scan=scanned),
             "norm": affine(width),
         }
 
