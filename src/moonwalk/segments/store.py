@@ -320,7 +320,7 @@ class PlainStretch(Stretch):
         return -(-self.nodes[0].block.eqns[0].params["length"] // self.tile[-1])
 
     def seconds(self, timeline: Any) -> float:
-        # A light node that is linearised again reads its state instead of residuals: that takes no longer.
+        # A light node that is linearised again reads its state instead of residuals, in the same time.
         nodes = timeline.seconds[self.start : self.stop]
         again = len(self.tile) * sum(n.forward for n in nodes)
         if self.runs_again:

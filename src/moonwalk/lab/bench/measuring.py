@@ -119,18 +119,25 @@ def _pieces(tree: Any) -> Iterable[np.ndarray]:
             yield piece.astype(np.float64)
 
 
-def reference(network: networks.Network, kind: str, precision: str, args: Any) -> Any:
-    """The gradient by backpropagation, on the host."""
-    if kind == "float64":
-        with jax.enable_x64(True):
-            wide = jax.tree.map(_widened, args)
-            return jax.device_get(compiled(jax.grad(network.loss), *wide)(*wide))
-    with precisely("highest" if kind == "highest" else precision):
-        return jax.device_get(compiled(jax.grad(network.checkpointed), *args)(*args))
+def reference(network: networks.Network, kind: str, precision: str) -> Callable[[Any], Any]:
+    """A compiled program: arguments -> the gradient by backpropagation, on the host."""
+    double = kind == "float64"
+    bits = functools.partial(jax.enable_x64, True) if double else contextlib.nullcontext
+    with bits(), precisely("highest" if kind == "highest" else precision):
+        types = jax.tree.map(_widened if double else lambda a: a, network.types())
+        program = compiled(jax.grad(network.loss if double else network.checkpointed), *types)
+
+    def run(args: Any) -> Any:
+        with bits():
+            cast = jax.tree.map(lambda a, t: a.astype(t.dtype), args, types)
+            return jax.device_get(program(*cast))
+
+    return run
 
 
 def _widened(a: Any) -> Any:
-    return a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
+    dtype = jnp.float64 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
+    return jax.ShapeDtypeStruct(a.shape, dtype)
 
 
 def measure(task: Task, cache: Path | None = None) -> dict[str, Any]:
@@ -162,7 +169,8 @@ class Program:
     def __init__(self, task: Task, cache: Path | None = None):
         self.network = networks.make(task)
         types = self.network.types()
-        self.arguments = functools.cache(lambda: arguments(task, self.network, cache))
+        self.tree = jax.tree.structure(types)
+        self.leaves = functools.cache(lambda: argument_leaves(task, self.network, cache))
         planned = self.arguments() if methods.needs_values(task.method) else types
         places = methods.by_hand(task.method)
         loss = self.network.loss if places is None else self.network.by_hand(places)
@@ -178,41 +186,63 @@ class Program:
             plan = preview.plan(self.network.loss, *types)
             self.found["extra"] |= {"plan": plan.to_dict()["rows"], "predicted_bytes": plan.peak_bytes}
 
+    def arguments(self) -> Any:
+        """(params, x, target) on the device."""
+        return jax.device_put(jax.tree.unflatten(self.tree, self.leaves()))
+
 
 def _measure(task: Task, cache: Path | None) -> dict[str, Any]:
-    asked = task.settings
+    asked, truth = task.settings, None
     with turns.compiling(cache):
         program = Program(task, cache)
-    found, limit = program.found, asked.get("limit_bytes")
-    if limit is not None and held(found) > limit:
-        return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
-    if not asked.get("run", True):
-        return found
+        found, limit = program.found, asked.get("limit_bytes")
+        if limit is not None and held(found) > limit:
+            return {**found, "status": "oom", "message": f"{held(found)} bytes, of {limit}"}
+        if not asked.get("run", True):
+            return found
+        try:  # the program's memory is known, whatever happens now
+            program.leaves()
+            truth = _truth(task, program, cache)
+        except Exception as stopped:
+            return {**found, **failure(stopped)}
     with turns.running(cache):
-        return _run(task, program, cache)
+        return _run(task, program, truth)
 
 
-def _run(task: Task, program: Program, cache: Path | None) -> dict[str, Any]:
+def _truth(task: Task, program: Program, cache: Path | None) -> Callable[[Any], Any] | None:
+    """(arguments -> the leaves of the reference); None if there is none to compare with."""
+    kind = task.settings.get("reference")
+    if kind is None:
+        return None
+    name = _name(task, kind)
+    make = functools.cache(lambda: reference(program.network, kind, task.precision))
+    if cache is None or not (cache / f"{name}.npz").is_file():
+        with contextlib.suppress(Exception):  # it fails again where it is needed, and is reported there
+            make()
+    return lambda args: cached(cache, name, lambda: make()(args))
+
+
+def _run(task: Task, program: Program, truth: Callable[[Any], Any] | None) -> dict[str, Any]:
     """What was found by compiling, with times and the error of the gradient."""
-    asked, found = task.settings, program.found
+    found = program.found
     try:
         args = program.arguments()
-        (_, gradients, *more), found["seconds"] = timed(program.run, args, asked.get("repeats", 5))
+        (_, gradients, *more), found["seconds"] = timed(
+            program.run, args, task.settings.get("repeats", 5)
+        )
         if more:
             found["extra"]["certificate"] = float(more[0].error)
-    except Exception as stopped:  # the program's memory is known nevertheless
+    except Exception as stopped:
         return {**found, **failure(stopped), "peak_bytes": peak()}
     found["peak_bytes"] = peak()
-    kind = asked.get("reference")
-    if kind is not None:
-        make_truth = functools.partial(reference, program.network, kind, task.precision, args)
+    if truth is not None:
         try:
-            truth = cached(cache, _name(task, kind), make_truth)
+            expected = truth(args)
         except Exception as stopped:  # keep what has been measured
             return {**found, "message": f"no reference: {failure(stopped)['message']}"}
-        found["reference"] = REFERENCES[kind]
-        if all(np.isfinite(piece).all() for piece in _pieces(truth)):
-            found["gradient_error"] = error(gradients, truth)
+        found["reference"] = REFERENCES[task.settings["reference"]]
+        if all(np.isfinite(piece).all() for piece in _pieces(expected)):
+            found["gradient_error"] = error(gradients, expected)
         else:
             found |= {"gradient_error": math.nan, "message": "the reference is not finite: an overflow"}
     return found
@@ -283,10 +313,10 @@ def bisect(needs: Callable[[int], int], limit: int, most: int) -> int:
 # --- what several measurements need -------------------------------------------------------------------
 
 
-def arguments(task: Task, network: networks.Network, cache: Path | None) -> Any:
-    """(params, x, target) on the device."""
-    leaves = cached(cache, _name(task), lambda: network.arguments(task.settings.get("seed", 0)))
-    return jax.device_put(jax.tree.unflatten(jax.tree.structure(network.types()), leaves))
+def argument_leaves(task: Task, network: networks.Network, cache: Path | None) -> list[Any]:
+    """The leaves of (params, x, target), on the host."""
+    make = lambda: jax.device_get(network.arguments(task.settings.get("seed", 0)))
+    return cached(cache, _name(task), make)
 
 
 def _name(task: Task, reference: str = "") -> str:

@@ -73,16 +73,17 @@ class Runner:
         return found
 
     def run_all(self, tasks: Sequence[Task]) -> None:
-        """All of these, `jobs` at once."""
+        """All of these, `jobs` at once.
+
+        The next ones begin when these are done: one that compiles would keep the others from running.
+        """
         if self.jobs == 1:
             for task in tasks:
                 self.run(task)
             return
-        pool = ThreadPoolExecutor(self.jobs)
-        try:
-            list(pool.map(self.run, tasks))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for first in range(0, len(tasks), self.jobs):
+                list(pool.map(self.run, tasks[first : first + self.jobs]))
 
     def _tell(self, task: Task, found: Record, is_new: bool) -> None:
         """Report a record once per task, because a search asks again for records of earlier tasks."""
