@@ -157,7 +157,8 @@ def explicit(loss, params, x, mesh, where, rows=None):
     with jax.set_mesh(mesh):
         params = jax.tree.map(lambda a, spec: put(a, mesh, spec), params, where)
         x = put(x, mesh, P("data") if rows is None else rows)
-        found = jax.jit(mw.value_and_grad(loss, certify=True))(params, x)
+        walking = mw.value_and_grad(loss, method=mw.Moonwalk(walk="always"), certify=True)
+        found = jax.jit(walking)(params, x)
     for g, p in zip(jax.tree.leaves(found[1]), jax.tree.leaves(params), strict=True):
         assert g.sharding.is_equivalent_to(p.sharding, g.ndim)
     return found

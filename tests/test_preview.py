@@ -61,7 +61,7 @@ def frontiers():
 # --- the frontier -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", some(MADE, ["gpt", "gpt, scanned", "walked"]))
 def test_no_plan_is_both_larger_and_slower_than_another(frontiers, name):
     *_, found = frontiers(name)
     assert len(found) >= 2
@@ -71,7 +71,7 @@ def test_no_plan_is_both_larger_and_slower_than_another(frontiers, name):
     assert found[-1].seconds <= found[0].backprop_seconds  # backpropagation is among them
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", some(MADE, ["gpt", "gpt, scanned", "walked"]))
 def test_the_default_takes_at_most_a_tenth_more_than_the_least(frontiers, name):
     loss, args, found = frontiers(name)
     assert mw.plan(loss, *args).peak_bytes <= 1.1 * found[0].peak_bytes
@@ -134,7 +134,7 @@ def shares(found, *parts):
     return [int(least + part * (most - least)) for part in parts]
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", some(MADE, ["gpt", "walked"]))
 def test_a_larger_budget_is_never_slower(frontiers, name):
     loss, args, found = frontiers(name)
     budgets = shares(found, 0.0, 0.25, 0.5, 0.75, 1.0, 3.0)
@@ -148,7 +148,8 @@ def test_a_larger_budget_is_never_slower(frontiers, name):
     assert times == sorted(times, reverse=True)
 
 
-@pytest.mark.parametrize("name", some(MADE, ["gpt", "walked"]))
+# (On a CPU, XLA makes copies for small convolutions that no plan predicts.)
+@pytest.mark.parametrize("name", some([n for n in MADE if n != "resnet"], ["gpt", "walked"]))
 @pytest.mark.parametrize("part", [0.25, slow(0.5), slow(0.75)])
 def test_a_verified_plan_fits_as_compiled(frontiers, name, part):
     loss, args, found = frontiers(name)
@@ -222,6 +223,17 @@ def test_beyond_its_limit_the_compiler_chooses(frontiers, monkeypatch):
     for limit, told in ((found[0].total_bytes - 1, True), (found[-1].total_bytes + 1, False)):
         monkeypatch.setattr("moonwalk._jax.compiler_limit", lambda limit=limit: limit)
         assert (said in str(mw.plan(loss, *args))) == told
+
+
+def test_programs_that_take_more_than_their_predictions(frontiers, monkeypatch):
+    loss, args, found = frontiers("mixer")
+    monkeypatch.setattr("moonwalk.preview._memory", lambda program: mw.preview.Memory(2**40, 0, 0))
+    message = (
+        rf"{len(found)} plans fit by prediction, but the smallest takes 1024.0 GiB as compiled \(temporaries 1024.0 GiB, "
+        r"predicted .* MiB\); raise the budget by as much"
+    )
+    with pytest.raises(mw.BudgetError, match=message):
+        mw.plan(loss, *args, method=mw.Moonwalk(budget="1GiB"), verify=True)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(slow(seed) for seed in range(4, 40))])

@@ -7,7 +7,8 @@ With one: the fastest plan that fits. Either way the plans that a good engineer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .. import _jax, settings
@@ -24,8 +25,11 @@ from .search import Choice
 from .timeline import Timeline, live_bytes
 from .walks import RerunProposer, TileProposer, WalkBoundProposer, WalkProposer, Walks, cut_evenly
 
-_LIMITS = 6  # on transient bytes, tried for each worth of a second beside the plan of least memory
+_LIMITS = 4  # on transient bytes, tried for each worth of a second beside the plan of least memory
 _MANY_LIMITS = 16  # the same for a whole frontier
+_APART, _BETWEEN = 1.1, 12  # others are put between plans that differ by that factor, up to so many
+_FASTER = 0.01  # share of its time by which a plan of a frontier is faster than the one before it
+_CHEAP, _DEAR = (-3, -2, -1, 0), (1, 3)  # what a second may be worth, as `search.worths` has it
 
 
 def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
@@ -45,6 +49,7 @@ def plans(network: Network, method: Moonwalk, call: PlanRequest) -> list[Plan]:
     seen: list[Choice] = []
     made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused, seen=seen)
     found = search.frontier(_candidates(made, seen))
+    found = search.frontier([*found, *_between(made, found)], _FASTER)
     budget = None if method.budget is None else _budget(method)
     if budget is not None:
         found = _within(budget, found, made, method, call)
@@ -67,8 +72,27 @@ def _smallest(made: Draft, seen: list[Choice]) -> Choice:
     limit = max(least, min([report.WORTH * least, *(c.peak for c in by_hand[:1])]))
     if best is made.plain:
         proposers = plain_proposers(made.network, made.costs)
-        near += search.faster(made.network, made.costs, proposers, below=limit, count=_LIMITS)
-    return min((c for c in near if c.peak <= limit), key=lambda c: (c.seconds, c.peak))
+        # Where a second is dear, plans keep far more than the least.
+        worths = search.worths(made.network, made.costs, _CHEAP)
+        near += search.faster(
+            made.network, made.costs, proposers, below=limit, count=_LIMITS, worths=worths
+        )
+    chosen = min((c for c in near if c.peak <= limit), key=lambda c: (c.seconds, c.peak))
+    whole = _stored(made)
+    if whole is None:
+        return chosen
+    # Blocks at the end may be stored as long as others take the peak.
+    some = search.between(made.network, made.costs, chosen, whole)
+    some = itertools.takewhile(lambda c: c.peak <= limit, some)
+    return min([chosen, *some], key=lambda c: (c.seconds, c.peak))
+
+
+def _stored(made: Draft) -> Choice | None:
+    """Backpropagation; None if the user asked for a checkpoint anywhere."""
+    nodes = made.network.nodes
+    if any(node.checkpointed for node in nodes) or not nodes:
+        return None
+    return search.priced(made.network, made.costs, [StoreExecutor(made.network, 0, len(nodes))])
 
 
 def _candidates(made: Draft, seen: list[Choice]) -> list[Choice]:
@@ -80,10 +104,19 @@ def _candidates(made: Draft, seen: list[Choice]) -> list[Choice]:
     found += [made.plain, *checkpoint.by_hand(network, costs)]
     proposers = plain_proposers(network, costs)
     most = sum(stored_sizes(network, costs)) + 1
-    found += search.faster(network, costs, proposers, below=most, count=_MANY_LIMITS)
-    if not any(node.checkpointed for node in network.nodes):
-        found.append(search.priced(network, costs, [StoreExecutor(network, 0, len(network.nodes))]))
-    return found
+    worths = search.worths(network, costs, _CHEAP + _DEAR)
+    found += search.faster(network, costs, proposers, below=most, count=_MANY_LIMITS, worths=worths)
+    whole = _stored(made)
+    return found if whole is None else [*found, whole]
+
+
+def _between(made: Draft, choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Choices between those that are far apart, and between the first and the last."""
+    if made.options.always or not choices:
+        return
+    pairs = [(a, b) for a, b in itertools.pairwise(choices) if b.peak > _APART * a.peak]
+    for small, fast in [*pairs, (choices[0], choices[-1])]:
+        yield from search.between(made.network, made.costs, small, fast, _BETWEEN)
 
 
 def _budget(method: Moonwalk) -> int:

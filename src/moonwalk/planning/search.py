@@ -96,16 +96,18 @@ def faster(
     *,
     below: float,
     count: int,
+    worths: Sequence[float],
     recovers: bool = True,
 ) -> Iterator[Choice]:
     """Choices that may take longer or shorter, as a second is worth few bytes or many.
 
     `below`: leave out choices that are sure to have a higher peak. `count`: how many limits to try.
+    `worths`: bytes that a second may be worth.
     """
     limits = [limit for limit in _limits(proposers) if limit < below]
     some = limits[:: max(1, len(limits) // count)] if limits else []
     some = sorted({*some, *limits[-1:]})
-    for _, chosen in _distinct(network, proposers, some, worths(network, costs)):
+    for _, chosen in _distinct(network, proposers, some, worths):
         if _at_once(chosen) >= below:
             continue
         choice = realise(network, costs, chosen)
@@ -113,22 +115,67 @@ def faster(
             yield choice
 
 
-def worths(network: Network, costs: Sequence[NodeCost]) -> list[float]:
-    """Bytes that a second may be worth: around what backpropagation keeps for each second of the forward
-    pass, which a checkpoint saves and spends."""
+def worths(network: Network, costs: Sequence[NodeCost], powers: Sequence[int]) -> list[float]:
+    """Bytes that a second may be worth: `powers` of four times what backpropagation keeps for each
+    second of the forward pass, which a checkpoint saves and spends."""
     seconds = sum(n.forward for n in Timeline(network, costs).seconds)
     kept = sum(stored_sizes(network, costs))
     if not seconds or not kept:
         return []
-    return [kept / seconds * 4.0**k for k in (-3, -2, -1, 0, 1, 3)]
+    return [kept / seconds * 4.0**k for k in powers]
 
 
-def frontier(choices: Iterable[Choice]) -> list[Choice]:
-    """The choices that no other is both as small and as fast as, the smallest first."""
+def between(
+    network: Network,
+    costs: Sequence[NodeCost],
+    small: Choice,
+    fast: Choice,
+    count: int | None = None,
+) -> Iterator[Choice]:
+    """Choices that differentiate the first nodes as `small` does, and the others as `fast` does.
+
+    The dynamic program stores all of several equal blocks, or none. Choices that store some of them are
+    found here, the fewest first; the later ones, because what they keep is freed before the others run
+    again. `count`: at most so many choices.
+    """
+    places = [segment.start for segment in reversed(small.segments[1:])]
+    every = 1 if count is None else max(1, -(-len(places) // count))
+    for place in places[::every]:
+        later = _from(fast.segments, place, network)
+        if later is not None:
+            first = [segment for segment in small.segments if segment.stop <= place]
+            yield priced(network, costs, [*first, *later])
+
+
+def _from(segments: Sequence[Executor], place: int, network: Network) -> list[Executor] | None:
+    """The segments of the nodes from `place` on; None if one of them cannot be cut there."""
+    found: list[Executor] = []
+    for segment in segments:
+        if segment.start >= place:
+            found.append(segment)
+        elif segment.stop > place:
+            cut = segment.data.cut(place)
+            if cut is None:
+                return None
+            found.append(cut.bind(network))
+    return found
+
+
+def frontier(choices: Iterable[Choice], gain: float = 0.0) -> list[Choice]:
+    """The choices that no other is both as small and as fast as, the smallest first.
+
+    `gain`: the share of its time that each saves over the one before it, at least; the fastest is there
+    in any case.
+    """
     found: list[Choice] = []
+    fastest = None
     for choice in sorted(choices, key=lambda c: (c.peak, c.seconds)):
-        if not found or choice.seconds < found[-1].seconds:
-            found.append(choice)
+        if fastest is None or choice.seconds < fastest.seconds:
+            fastest = choice
+            if not found or choice.seconds < (1 - gain) * found[-1].seconds:
+                found.append(choice)
+    if fastest is not None and fastest is not found[-1]:
+        found.append(fastest)
     return found
 
 

@@ -84,6 +84,11 @@ class Segment(abc.ABC):
     def bind(self, network: Network) -> Executor:
         """What runs it on a network."""
 
+    def cut(self, start: int) -> Segment | None:
+        """The same for its nodes from a later one on; None if it cannot be divided."""
+        del start
+        return None
+
 
 class Priced(abc.ABC):
     """Bytes that nodes [start, stop) take over time: a segment's, or a lower bound of them.

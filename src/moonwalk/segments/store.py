@@ -57,6 +57,9 @@ class Store(Segment):
         bound = StoreExecutor(network, self.start, self.stop)
         return _as_planned(bound, again=self.again, packs=self.packs)
 
+    def cut(self, start: int) -> Segment:
+        return Store(start, self.stop, self.packs)
+
 
 @in_plans
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class Recompute(Segment):
             return NestedExecutor([part.bind(network) for part in self.parts])
         bound = RecomputeExecutor(network, self.start, self.stop)
         return _as_planned(bound, again=self.again)
+
+    def cut(self, start: int) -> Segment | None:
+        return None if self.parts else Recompute(start, self.stop)
 
 
 PlainBound = TypeVar("PlainBound", bound="PlainStretch")

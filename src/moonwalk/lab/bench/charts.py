@@ -48,6 +48,7 @@ STYLES = {
     "reversible": Style(_SKY, "solid", "cross"),
     "moonwalk": Style(_RED, "solid", "diamond"),
     "moonwalk-checkpoint": Style(_RED, "dash", "diamond"),
+    "moonwalk-within": Style(_RED, "dashdot", "diamond"),
     "moonwalk-as-printed": Style(_RED, "dot", "cross"),
     "moonwalk-fragment-4": Style(_GREEN, "solid", "diamond"),
     "moonwalk-fragment-8": Style(_GREEN, "dash", "diamond"),

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _jax, preview
+from ... import _jax, gradient, preview
 from ...errors import MoonwalkError, PlanWarning
 from . import methods, networks, turns
 from .tasks import Task
@@ -171,11 +171,16 @@ class Program:
         types = self.network.types()
         self.tree = jax.tree.structure(types)
         self.leaves = functools.cache(lambda: argument_leaves(task, self.network, cache))
-        planned = self.arguments() if methods.needs_values(task.method) else types
+        given = self.arguments() if methods.needs_values(task.method) else types
         places = methods.by_hand(task.method)
         loss = self.network.loss if places is None else self.network.by_hand(places)
+        plan = methods.planned(task.method, loss, given)
         begun = time.perf_counter()
-        self.run = compiled(methods.differentiate(task.method, loss, planned), *types)
+        if plan is None:
+            differentiated = methods.differentiate(task.method, loss, given)
+        else:
+            differentiated = gradient.value_and_grad(loss, method=plan)
+        self.run = compiled(differentiated, *types)
         self.found: dict[str, Any] = {
             **memory(self.run),
             "compile_seconds": time.perf_counter() - begun,
@@ -183,8 +188,13 @@ class Program:
             "extra": {},
         }
         if task.settings.get("plan"):
-            plan = preview.plan(self.network.loss, *types)
-            self.found["extra"] |= {"plan": plan.to_dict()["rows"], "predicted_bytes": plan.peak_bytes}
+            plan = preview.plan(self.network.loss, *types) if plan is None else plan
+            self.found["extra"] |= {
+                "plan": plan.to_dict()["rows"],
+                "predicted_bytes": plan.peak_bytes,
+                "predicted_seconds": plan.seconds,
+                "budget_bytes": plan.budget_bytes,
+            }
 
     def arguments(self) -> Any:
         """(params, x, target) on the device."""

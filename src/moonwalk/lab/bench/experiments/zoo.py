@@ -2,9 +2,10 @@
 
 "jax-checkpoint-block" has `jax.checkpoint` around every block, and "jax-checkpoint-dots" the same with
 `dots_with_no_batch_dims_saveable` as its policy; "accumulate-4" takes four micro-batches one after the
-other. A GPU gets full sizes, in bfloat16 where a network has that variant; a CPU gets sizes that it runs
-in seconds. Batch normalisation of a micro-batch has other statistics, so the gradient of ResNet by
-accumulation is another one and is not checked.
+other; "moonwalk-within-25" is a plan within a budget (`methods.planned`). A GPU gets full sizes, in
+bfloat16 where a network has that variant; a CPU gets sizes that it runs in seconds. Batch normalisation
+of a micro-batch has other statistics, so the gradient of ResNet by accumulation is another one and is
+not checked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from . import common
 TITLE = "Networks that people train: Moonwalk beside jax.checkpoint by hand and accumulation"
 BY_HAND = "jax-checkpoint-block"
 PARTS = (2, 4, 8)
+WITHIN = ("gpt", "resnet", "unet", "vit")  # also measured within budgets
+SHARES = (25, 50, 75)  # per cent of the way from the least memory to backpropagation's
 # The variants of each network, and whether it has one that computes in bfloat16.
 KINDS: dict[str, tuple[tuple[str, ...], bool]] = {
     "resnet": (("",), True),
@@ -63,7 +66,10 @@ def tasks(request: Request) -> list[Task]:
             word, sizes = _SMALL[network]
         for variant in variants:
             named = ", ".join(filter(None, (variant, word)))
-            found += [_task(request, network, named, m, sizes) for m in _methods(sizes["batch"])]
+            methods = _methods(sizes["batch"])
+            if network in WITHIN and not variant:
+                methods += [f"moonwalk-within-{share}" for share in SHARES]
+            found += [_task(request, network, named, method, sizes) for method in methods]
     return found
 
 
@@ -75,7 +81,7 @@ def _methods(batch: int) -> list[str]:
 def _task(request: Request, network: str, variant: str, method: str, sizes: Any) -> Task:
     is_another = network == "resnet" and method.startswith("accumulate")
     settings = common.settings(request, reference=None if is_another else "same", repeats=3)
-    settings |= {"plan": True} if method == "moonwalk" else {}
+    settings |= {"plan": True} if method.startswith("moonwalk") else {}
     return Task("zoo", network, method, variant, settings=settings, **sizes)
 
 
@@ -87,6 +93,7 @@ COLUMNS = (
     "seconds",
     "time by hand = 1",
     "predicted memory / compiled",
+    "budget, bytes",
 )
 
 
@@ -113,6 +120,7 @@ def _rows(group: Sequence[Record], records: Sequence[Record]) -> list[list[Any]]
                 took,
                 _ratio(took, _time(by_hand)),
                 _ratio(record["extra"].get("predicted_bytes"), used),
+                record["extra"].get("budget_bytes"),
             ]
         )
     return rows
