@@ -75,6 +75,9 @@ def test_the_frontier_and_the_plan_within_a_budget():
     times = [plan["seconds"] for plan in found]
     assert len(found) >= 2
     assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
+    both = json.loads(run(*wide, "--frontier", "--budget", "500KiB", "--json").output)
+    assert both["plan"]["budget_bytes"] == 500 * 2**10
+    assert [p["peak_bytes"] for p in both["frontier"]] == sizes[: len(both["frontier"])]
 
 
 def test_a_generous_budget_is_no_reason_to_complain():
@@ -151,6 +154,10 @@ def test_as_json_and_by_another_method():
         (
             ["my_network:network", "--frontier", "--table"],
             "--table is for one plan, and --frontier shows several; pass --budget too, or leave --table",
+        ),
+        (
+            ["my_network:network", "--table", "--json"],
+            "--table: with --json every block is there anyway",
         ),
         (["my_network:network", "--plot", "a.txt"], "--plot a.txt: matplotlib draws no such file"),
         (

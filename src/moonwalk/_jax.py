@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -88,11 +88,13 @@ def keeping_barriers() -> Iterator[None]:
         _keeping_barriers.reset(token)
 
 
-def compiled(jitted: Any, *args: Any, **options: str | bool) -> Any:
+def compiled(
+    jitted: Any, *args: Any, compiler_options: Mapping[str, str | bool] = {}, **kwargs: Any
+) -> Any:
     """A jitted function compiled for these arguments, or types, with its barriers kept."""
     with keeping_barriers():
-        lowered = jitted.lower(*args)
-    return lowered.compile(compiler_options=(barrier_options() | options) or None)
+        lowered = jitted.lower(*args, **kwargs)
+    return lowered.compile(compiler_options={**barrier_options(), **compiler_options} or None)
 
 
 def deleted_barriers() -> str | None:
@@ -214,6 +216,7 @@ __all__ = [
     "gathered",
     "has_effects",
     "inner_jaxprs",
+    "is_call",
     "is_concrete",
     "is_jaxpr",
     "label",
@@ -251,6 +254,12 @@ CUSTOM_RULES: dict[Primitive, frozenset[str]] = {
     custom_jvp_call_p: frozenset({"jvp_jaxpr_fun"}),
     custom_vjp_call_p: frozenset({"fwd_jaxpr_thunk", "bwd", "out_trees"}),
 }
+
+
+def is_call(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls functions: plain ones, or ones with a derivative of their own."""
+    return eqn.primitive in CALLS or eqn.primitive in CUSTOM_RULES
+
 
 # Internal frames (JAX's and ours) are never "the user's source line".
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
@@ -725,10 +734,29 @@ def sharding(array: Any) -> Any:
     return found if len(getattr(found, "device_set", ())) > 1 else None
 
 
+def parts(array: Any) -> int:
+    """Into how many different parts an array, or a type of one, is divided among devices."""
+    found = sharding(array)
+    if found is None or not array.size:
+        return 1
+    return array.size // math.prod(found.shard_shape(tuple(array.shape)))
+
+
 def default_device() -> Any:
     """The device that programs run on unless their arguments say otherwise."""
     chosen = jax.config.jax_default_device
-    return chosen if isinstance(chosen, jax.Device) else jax.devices()[0]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    # A platform's name, or nothing. Of several processes, each has devices of its own.
+    return jax.local_devices(backend=chosen)[0]
+
+
+def _memory_stats() -> dict[str, int]:
+    """What the default device says of its memory: nothing on a CPU."""
+    try:
+        return default_device().memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return {}
 
 
 _SLOP = 0.95  # XLA's default for `xla_gpu_memory_limit_slop_factor`
@@ -739,15 +767,23 @@ def compiler_limit() -> int | None:
 
     It compares arguments, results and temporaries with what the allocator of the device may take.
     """
-    found = default_device().memory_stats() or {}
-    limit = found.get("bytes_limit")
+    limit = _memory_stats().get("bytes_limit")
     enabled = jax.config.values.get("jax_compiler_enable_remat_pass", True)
     return int(_SLOP * limit) if limit is not None and enabled else None
 
 
+def resident_bytes(arrays: Iterable[Any]) -> int:
+    """What arrays take that are on the default device already."""
+    device, found = default_device(), {}
+    for array in arrays:
+        if isinstance(array, jax.Array) and is_concrete(array) and device in array.devices():
+            found[id(array)] = array.nbytes // parts(array)
+    return sum(found.values())
+
+
 def free_bytes() -> int | None:
-    """How much of it is free."""
-    found = default_device().memory_stats() or {}
+    """How much memory the default device has free, as far as it says."""
+    found = _memory_stats()
     limit = found.get("bytes_limit")
     return None if limit is None else limit - found.get("bytes_in_use", 0)
 

@@ -386,10 +386,11 @@ class Call:
         reads = anew or (advised and described.saves_little)
         return Engine(staged, network, executors), complete() if reads else described, staged
 
-    def frontier(self, method: Moonwalk) -> list[Plan]:
-        """The plans from least memory to least time, with their rows."""
+    def frontier(self, method: Moonwalk, *, fitting: bool = True) -> list[Plan]:
+        """The plans from least memory to least time, with their rows; `fitting`: only those that fit."""
         staged, network = self._cut(method)
-        found = self._planned(staged, network, method, planner=moonwalk_policy.plans, anew=True)
+        planner = functools.partial(moonwalk_policy.plans, fitting=fitting)
+        found = self._planned(staged, network, method, planner=planner, anew=True)
         return [report.with_rows(p, network, p.bind(network), fused=False) for p in found]
 
     def compile(self, plan: Plan) -> Any:
@@ -448,10 +449,7 @@ class Call:
         cache = _cache_for(self.fun) if self._is_eager() else None
         if cache is not None and not anew and not gains:
             gains = cache.get((signature, method), ())
-        results = [v.aval for v in (*staged.order, *staged.jaxpr.outvars)]
-        arguments = [v.aval for v in (*staged.jaxpr.invars, *staged.jaxpr.constvars)]
-        held = nbytes(*arguments), nbytes(*results)
-        request = PlanRequest(signature, gains, values, fused, *held)
+        request = PlanRequest(signature, gains, values, fused, *self._sizes(staged))
         if planner is None:
             found = [_PLANNERS[type(method)](network, method, request)]
         else:
@@ -459,6 +457,21 @@ class Call:
         if cache is not None and values is not None:
             cache[signature, method] = found[0].gains
         return [replace(plan, numbers=numbers) for plan in found]
+
+    def _sizes(self, staged: loss.Staging) -> tuple[int, int, int, int]:
+        """(bytes of arguments, bytes of results, parts that data are divided into, bytes in use).
+
+        Bytes are those on one device. What is computed from data that are divided among devices is
+        divided, too, and a gradient is where its parameter is.
+        """
+        flat = (*self.leaves, *self.others, *staged.staged.consts)
+        variables = (*staged.jaxpr.invars, *staged.jaxpr.constvars)
+        parts = {v: _jax.parts(a) for v, a in zip(variables, flat, strict=True)}
+        arguments = sum(nbytes(v.aval) // parts[v] for v in variables)
+        gradients = sum(nbytes(v.aval) // parts.get(v, 1) for v in staged.order)
+        outputs = nbytes(*(v.aval for v in staged.jaxpr.outvars))
+        data = max(map(_jax.parts, self.others), default=1)
+        return arguments, gradients + outputs, data, _jax.resident_bytes(flat)
 
     def measuring(self, method: Method, run: Callable[[], Any]) -> Any:
         """`run()`; if weights have drifted since their gains were measured, measure again, once."""
@@ -603,6 +616,8 @@ def _match(plan: Plan, signature: tuple[tuple[str, str], ...]) -> None:
         f"  {name}: planned {old.get(name, 'nothing')}, called with {new.get(name, 'nothing')}"
         for name in names[:_SHOWN]
     ]
+    if not names:
+        lines = ["  the same ones in another order, as by other argnums"]
     if len(names) > _SHOWN:
         lines.append(f"  … and {len(names) - _SHOWN} more")
     raise PlanMismatchError(

@@ -36,7 +36,8 @@ def plan(
 
     **Arguments:**
 
-    - `method`: `Moonwalk`, `PureForward`, `Checkpoint` or `Reversible`, or a plan, for one like it.
+    - `method`: `Moonwalk`, `PureForward`, `Checkpoint` or `Reversible`, or a plan, for one like it (with
+        `verify`, for that very plan).
     - `verify`: compile the gradient for arguments of these types, so that the plan shows compiled bytes
         (`Plan.compiled_bytes`) beside predicted ones. With `Moonwalk(budget=...)`, plans are compiled
         from the fastest that fits by prediction to the smallest, until one fits as compiled.
@@ -48,12 +49,15 @@ def plan(
     >>> mw.plan(loss, jnp.eye(2), jnp.ones((4, 2))).walks
     False
     """
+    settings.flag("plan", "verify", verify)
+    given = method
     if isinstance(method, Plan):
         method = method.method
     planned: Any = check_planned("plan", method)
     check_holomorphic("plan", planned, holomorphic)
-    settings.flag("plan", "verify", verify)
     call = Call("plan", fun, argnums, has_aux, args, kwargs, holomorphic, allow_int)
+    if verify and isinstance(given, Plan):
+        return _verified(call, given)
     if not verify:
         return call.plan(planned, anew=True)[1]
     if not isinstance(planned, Moonwalk) or planned.budget is None:
@@ -120,8 +124,9 @@ class Memory:
 def memory(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
     """What `fun`, compiled for these arguments, takes: temporaries, arguments and results.
 
-    Nothing is run, and arguments may be `jax.ShapeDtypeStruct`s. What is no array (a Python number, a
-    function) is part of the program.
+    Nothing is run, and arguments may be `jax.ShapeDtypeStruct`s. A function that `jax.jit` returned is
+    compiled with its own settings, such as donated arguments; of others, what is no array (a Python
+    number, a function) is part of the program.
 
     **Example:**
 
@@ -129,6 +134,8 @@ def memory(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
     >>> print(mw.memory(lambda x: x + 1, jax.ShapeDtypeStruct((1024,), jnp.float32)))
     8.0 KiB: temporaries 0 B, arguments 4.0 KiB, results 4.0 KiB
     """
+    if hasattr(fun, "lower"):
+        return _memory(_jax.compiled(fun, *args, **kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves]
     arrays = [leaf for leaf, found in zip(leaves, is_array, strict=True) if found]
@@ -157,18 +164,29 @@ def _verified(call: Call, made: Plan) -> Plan:
     return replace(made, compiled_bytes=_memory(call.compile(made)).temporaries)
 
 
+_MORE = 4  # plans above the budget by prediction that are compiled if none below it fits
+
+
 def _within_as_compiled(call: Call, method: Moonwalk) -> Plan:
-    """The fastest plan that fits both by prediction and as compiled."""
+    """The fastest plan that fits both by prediction and as compiled, or else as compiled alone."""
+    every = call.frontier(method, fitting=False)
+    first = every[0]
+    if first.budget_bytes is not None and first.argument_bytes + first.result_bytes > first.budget_bytes:
+        call.frontier(method)  # raises
+    fitting = [p for p in every if p.budget_bytes is None or p.total_bytes <= p.budget_bytes]
     tried: list[Plan] = []
-    for predicted in reversed(call.frontier(method)):
+    for predicted in (*reversed(fitting), *every[len(fitting) :][:_MORE]):
         made = _verified(call, predicted)
         if made.budget_bytes is None or made.total_bytes <= made.budget_bytes:
             return made
         tried.append(made)
+    if not fitting:
+        call.frontier(method)  # raises, and says what the least is
     least = min(tried, key=lambda p: p.total_bytes)
+    plans = "1 plan fits" if len(fitting) == 1 else f"{len(fitting)} plans fit"
     raise BudgetError(
-        f"Moonwalk(budget={method.budget!r}): {len(tried)} plans fit by prediction, but the smallest "
-        f"takes {format_bytes(least.total_bytes)} as compiled (temporaries "
-        f"{format_bytes(least.compiled_bytes or 0)}, predicted {format_bytes(least.peak_bytes)}); raise "
-        "the budget by as much"
+        f"Moonwalk(budget={method.budget!r}): {plans} by prediction, but as compiled the smallest of "
+        f"{len(tried)} plans takes {format_bytes(least.total_bytes)} (temporaries "
+        f"{format_bytes(least.compiled_bytes or 0)}, predicted "
+        f"{format_bytes(least.peak_bytes // least.parts)}); raise the budget to that"
     )

@@ -7,6 +7,7 @@ mistake.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -98,16 +99,16 @@ def size(owner: str, name: str, given: Any) -> int:
     (1500, 2097152)
     """
     rule = "is a number of bytes above zero, or a size such as '24GB' or '512MiB'"
-    if is_count(given):
+    if is_count(given) or (isinstance(given, float) and given.is_integer() and given >= 1):
         return int(given)
     found = None
     if isinstance(given, str):
-        pattern = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*"
+        pattern = r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMGT]?)(i?)B?\s*"
         found = re.fullmatch(pattern, given, re.IGNORECASE)
     if found is None or (found[3] and not found[2]):
         raise refuse(owner, name, rule, given)
     unit = found[2].upper()
-    whole = int(float(found[1]) * (_BINARY[unit] if found[3] else _DECIMAL[unit]))
-    if not whole:
+    whole = float(found[1]) * (_BINARY[unit] if found[3] else _DECIMAL[unit])
+    if not 1 <= whole < math.inf:
         raise refuse(owner, name, rule, given)
-    return whole
+    return int(whole)

@@ -63,6 +63,12 @@ def fused_update(
     2.0 [1. 1.]
     """
     settings = gradient.check_planned("fused_update", method)
+    if isinstance(settings, Moonwalk) and settings.budget is not None:
+        raise ValueError(
+            "fused_update: a budget counts whole gradients and no optimizer state, but here gradients "
+            "are applied as they come; leave budget out of method=Moonwalk(...) (the least memory is "
+            "chosen), or pass a plan of moonwalk.frontier(fun, ...) as method="
+        )
     if not callable(getattr(optimizer, "update", None)):
         raise TypeError(
             "fused_update: the optimizer must be an optax GradientTransformation, with an `update` "

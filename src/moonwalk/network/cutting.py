@@ -199,7 +199,12 @@ def _products(eqn: JaxprEqn) -> int:
 
 
 _HEAVY = {lax.dot_general_p, lax.conv_general_dilated_p, lax.scan_p, lax.while_p, lax.cond_p}
-_HEAVY_NAMES = {"custom_vijp_call", "shard_map", "ragged_dot_general", "fft"}
+_HEAVY_NAMES = {
+    *("custom_vijp_call", "shard_map", "pallas_call", "ffi_call"),
+    *("ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper", "dot_product_attention_fwd_wrapper"),
+    *("fft", "triangular_solve", "tridiagonal_solve", "custom_linear_solve", "cholesky", "lu", "qr"),
+    *("geqrf", "householder_product", "ormqr", "eigh", "eig", "svd", "schur", "hessenberg"),
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -210,9 +210,10 @@ def _evenly(network: Network, units: Sequence[Unit], every: int, *, may_divide: 
         if not open_:
             return
         start, stop = open_[0].start, open_[-1].stop
-        last = stop == len(network.nodes) and not any(n.checkpointed for n in network.nodes[start:stop])
-        # The reverse pass begins with the last segment, and stems and heads are no blocks: stored.
-        stored = last or not any(u.layers for u in open_)
+        # The reverse pass begins with the last segment, and stems and heads are no blocks: stored,
+        # unless the user asked for a checkpoint there.
+        last, asked = stop == len(network.nodes), any(n.checkpointed for n in network.nodes[start:stop])
+        stored = (last or not any(u.layers for u in open_)) and not asked
         made = StoreExecutor if stored else store_or_recompute
         result.append(made(network, start, stop))
         open_.clear()

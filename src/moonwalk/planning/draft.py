@@ -31,7 +31,9 @@ class PlanRequest(NamedTuple):
 
     `signature`: names and types of the arguments; `gains`: those that an earlier plan measured;
     `values`: values of the jaxpr's inputs, if gains are to be measured; `fused`: whether the plan is for
-    `fused_update`; `argument_bytes` and `result_bytes`: of the call, besides what a plan takes.
+    `fused_update`; `argument_bytes` and `result_bytes`: of the call, besides what a plan takes; `parts`:
+    into how many the data are divided, among as many devices; `resident_bytes`: of the arguments, what
+    is on the device when the plan is made. Bytes are those of one device.
     """
 
     signature: tuple[tuple[str, str], ...]
@@ -40,6 +42,8 @@ class PlanRequest(NamedTuple):
     fused: bool
     argument_bytes: int = 0
     result_bytes: int = 0
+    parts: int = 1
+    resident_bytes: int = 0
 
 
 class Draft(NamedTuple):
@@ -53,9 +57,14 @@ class Draft(NamedTuple):
     plain: Choice  # without walks
     prologues: Prologues
 
-    def temporaries(self, choice: Choice) -> int:
+    @property
+    def is_settled(self) -> bool:
+        """Whether the settings leave no choice: walks wherever possible, or in so many segments."""
+        return self.options.always or self.options.checkpoint not in (None, "auto")
+
+    def temporaries(self, choice: Choice, call: PlanRequest) -> int:
         """The peak of a choice and of the prologues together, besides arguments and results."""
-        return self.prologues.beside(choice.peak)
+        return self.prologues.beside(choice.peak) // call.parts
 
     def describe(self, choice: Choice, method: Any, call: PlanRequest) -> Plan:
         """The choice as a printable plan, with limits set for its certificates."""
@@ -73,7 +82,12 @@ class Draft(NamedTuple):
             tuple(self.table.recorded.items()),
             self.prologues,
         )
-        return replace(described, argument_bytes=call.argument_bytes, result_bytes=call.result_bytes)
+        return replace(
+            described,
+            argument_bytes=call.argument_bytes,
+            result_bytes=call.result_bytes,
+            parts=call.parts,
+        )
 
 
 def draft(

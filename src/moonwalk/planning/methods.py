@@ -215,8 +215,8 @@ class Moonwalk:
 
     def __post_init__(self) -> None:
         settings.choice("Moonwalk", "walk", self.walk, WALK)
-        if self.budget is not None and self.budget != "device":
-            settings.size("Moonwalk", "budget", self.budget)
+        if self.budget is not None:
+            self._check_budget()
         if self.anchor_every is not None:
             _set(self, "anchor_every", _counted(self, "anchor_every", "counts layers"))
         if self.fragment is not None and not isinstance(self.fragment, Fragment):
@@ -226,6 +226,17 @@ class Moonwalk:
             )
         _check_segments(self, "checkpoint", CHECKPOINT)
         _check(self)
+
+    def _check_budget(self) -> None:
+        if self.budget != "device":
+            settings.size("Moonwalk", "budget", self.budget)
+        settled = [f"walk={self.walk!r}"] if self.walk == "always" else []
+        settled += [] if self.checkpoint in (None, "auto") else [f"checkpoint={self.checkpoint!r}"]
+        if settled:
+            raise ValueError(
+                f"Moonwalk: budget={self.budget!r} chooses how much is kept, and {settled[0]} leaves no "
+                "choice; leave out one of the two"
+            )
 
 
 @dataclass(frozen=True)

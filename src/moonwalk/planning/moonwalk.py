@@ -8,7 +8,7 @@ With one: the fastest plan that fits. Either way the plans that a good engineer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import _jax, settings
@@ -27,6 +27,7 @@ from .walks import RerunProposer, TileProposer, WalkBoundProposer, WalkProposer,
 
 _LIMITS = 4  # on transient bytes, tried for each worth of a second beside the plan of least memory
 _MANY_LIMITS = 16  # the same for a whole frontier
+_WALKED, _WALKED_LIMITS = (-1, 0, 1), 4  # the same for walks, of which each takes longer to plan
 _APART, _BETWEEN = 1.1, 12  # others are put between plans that differ by that factor, up to so many
 _FASTER = 0.01  # share of its time by which a plan of a frontier is faster than the one before it
 _CHEAP, _DEAR = (-3, -2, -1, 0), (1, 3)  # what a second may be worth, as `search.worths` has it
@@ -34,37 +35,53 @@ _CHEAP, _DEAR = (-3, -2, -1, 0), (1, 3)  # what a second may be worth, as `searc
 
 def plan(network: Network, method: Moonwalk, call: PlanRequest) -> Plan:
     """The plan of least memory, or the fastest within the method's budget."""
-    if method.budget is not None:
-        return plans(network, method, call)[-1]
     seen: list[Choice] = []
-    made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused, seen=seen)
-    return made.describe(_smallest(made, seen), method, call)
+    made = _draft(network, method, call, seen)
+    if method.budget is None:
+        return made.describe(_smallest(made, seen), method, call)
+    budget = _budget(method, call)
+    fastest = _within(budget, _frontier(made, seen), made, method, call)[-1]
+    return replace(made.describe(fastest, method, call), budget_bytes=budget)
 
 
-def plans(network: Network, method: Moonwalk, call: PlanRequest) -> list[Plan]:
+def plans(network: Network, method: Moonwalk, call: PlanRequest, *, fitting: bool = True) -> list[Plan]:
     """The plans that no other is both as small and as fast as, the smallest first.
 
-    With a budget, only those that fit; raises BudgetError if none does.
+    With a budget, `fitting`: only those that fit; raises BudgetError if none does.
     """
     seen: list[Choice] = []
-    made = draft(network, method, gains=call.gains, values=call.values, fused=call.fused, seen=seen)
-    found = search.frontier(_candidates(made, seen))
-    found = search.frontier([*found, *_between(made, found)], _FASTER)
-    budget = None if method.budget is None else _budget(method)
-    if budget is not None:
+    made = _draft(network, method, call, seen)
+    found = _frontier(made, seen)
+    budget = None if method.budget is None else _budget(method, call)
+    if budget is not None and fitting:
         found = _within(budget, found, made, method, call)
     return [replace(made.describe(c, method, call), budget_bytes=budget) for c in found]
 
 
-def _smallest(made: Draft, seen: list[Choice]) -> Choice:
-    """The choice of least memory, or a faster one that takes little more."""
-    best = _with_walks(made, seen)
-    if made.options.always:
+def _draft(network: Network, method: Moonwalk, call: PlanRequest, seen: list[Choice]) -> Draft:
+    return draft(network, method, gains=call.gains, values=call.values, fused=call.fused, seen=seen)
+
+
+def _frontier(made: Draft, seen: list[Choice]) -> list[Choice]:
+    """The choices from least memory to least time; the default is among them, or a better one."""
+    walking: list[Proposer] = []
+    default = _smallest(made, seen, walking)
+    if made.is_settled:
+        return [default]
+    found = search.frontier([default, *_candidates(made, seen, walking)])
+    return search.frontier([*found, *_between(made, found)])
+
+
+def _smallest(made: Draft, seen: list[Choice], walking: list[Proposer] | None = None) -> Choice:
+    """The choice of least memory, or a faster one that takes little more.
+
+    `seen`, `walking`: as of `_with_walks`.
+    """
+    best = _with_walks(made, seen, [] if walking is None else walking)
+    if made.is_settled:
         return best
     if made.plain.peak <= report.WORTH * best.peak:
         best = made.plain
-    elif made.options.checkpoint not in (None, "auto"):
-        return best  # walks in segments as asked for
     by_hand = checkpoint.by_hand(made.network, made.costs)
     near = [best, *by_hand, *seen]
     least = min(c.peak for c in near)
@@ -95,32 +112,30 @@ def _stored(made: Draft) -> Choice | None:
     return search.priced(made.network, made.costs, [StoreExecutor(made.network, 0, len(nodes))])
 
 
-def _candidates(made: Draft, seen: list[Choice]) -> list[Choice]:
-    """Choices from least memory to least time."""
+def _candidates(made: Draft, seen: list[Choice], walking: list[Proposer]) -> Iterable[Choice]:
+    """Choices from least memory to least time, besides those that `seen` has."""
     network, costs = made.network, made.costs
-    found = [_with_walks(made, seen), *seen]
-    if made.options.always:
-        return found
-    found += [made.plain, *checkpoint.by_hand(network, costs)]
     proposers = plain_proposers(network, costs)
     most = sum(stored_sizes(network, costs)) + 1
     worths = search.worths(network, costs, _CHEAP + _DEAR)
-    found += search.faster(network, costs, proposers, below=most, count=_MANY_LIMITS, worths=worths)
+    found = search.faster(network, costs, proposers, below=most, count=_MANY_LIMITS, worths=worths)
+    found = [*seen, made.plain, *checkpoint.by_hand(network, costs), *found]
+    if walking:  # some nodes walked or inverted, and others stored
+        dear = search.worths(network, costs, _WALKED)
+        found += search.faster(network, costs, walking, below=most, count=_WALKED_LIMITS, worths=dear)
     whole = _stored(made)
     return found if whole is None else [*found, whole]
 
 
 def _between(made: Draft, choices: Sequence[Choice]) -> Iterator[Choice]:
     """Choices between those that are far apart, and between the first and the last."""
-    if made.options.always or not choices:
-        return
     pairs = [(a, b) for a, b in itertools.pairwise(choices) if b.peak > _APART * a.peak]
     for small, fast in [*pairs, (choices[0], choices[-1])]:
         yield from search.between(made.network, made.costs, small, fast, _BETWEEN)
 
 
-def _budget(method: Moonwalk) -> int:
-    """The method's budget in bytes."""
+def _budget(method: Moonwalk, call: PlanRequest) -> int:
+    """The method's budget in bytes. Arguments that are on the device already are not counted twice."""
     if method.budget != "device":
         return settings.size("Moonwalk", "budget", method.budget)
     free = _jax.free_bytes()
@@ -129,7 +144,7 @@ def _budget(method: Moonwalk) -> int:
             "Moonwalk(budget='device'): this device does not say how much memory it has; name a number "
             "of bytes, or a size such as '8GiB'"
         )
-    return free
+    return free + call.resident_bytes
 
 
 def _within(
@@ -137,7 +152,7 @@ def _within(
 ) -> list[Choice]:
     """The choices that fit a budget; BudgetError if none does."""
     beside = call.argument_bytes + call.result_bytes
-    fitting = [c for c in choices if made.temporaries(c) + beside <= budget]
+    fitting = [c for c in choices if made.temporaries(c, call) + beside <= budget]
     if fitting:
         return fitting
     asked = f"Moonwalk(budget={method.budget!r})"
@@ -147,15 +162,22 @@ def _within(
     if beside > budget:
         raise BudgetError(
             f"{asked}: the arguments and the results alone take {format_bytes(beside)} ({parts}); raise "
-            "the budget, or shard the arguments over more devices"
+            "the budget, or divide the arguments among more devices"
         )
     least = choices[0]
-    temporaries = made.temporaries(least)
-    raise BudgetError(
-        f"{asked}: the least that a plan takes is about {format_bytes(temporaries + beside)} ({parts}, "
-        f"temporaries {format_bytes(temporaries)}), most of it for {_largest(made, least)}; raise the "
-        "budget, or make that smaller (a smaller batch, or shorter examples)"
+    temporaries = made.temporaries(least, call)
+    text = (
+        f"{asked}: the least that a plan takes is about {format_bytes(temporaries + beside)} "
+        f"({temporaries + beside:,} bytes: {parts}, temporaries {format_bytes(temporaries)}), most of "
+        f"it for {_largest(made, least)}; raise the budget, or make that smaller (a smaller batch, or "
+        "shorter examples)"
     )
+    if call.values is None and any(n.is_heavy and n.rule is not None for n in made.network.nodes):
+        text += (
+            ". A plan from concrete arguments may take less, because it measures gains: pass "
+            "method=moonwalk.plan(fun, *args, method=...)"
+        )
+    raise BudgetError(text)
 
 
 def _largest(made: Draft, choice: Choice) -> str:
@@ -171,8 +193,12 @@ def _largest(made: Draft, choice: Choice) -> str:
     return node.describe() + (f" at {line}" if line else "")
 
 
-def _with_walks(made: Draft, seen: list[Choice]) -> Choice:
-    """The best choice that may also walk and invert; `seen` takes those that were evaluated."""
+def _with_walks(made: Draft, seen: list[Choice], walking: list[Proposer]) -> Choice:
+    """The best choice that may also walk and invert.
+
+    `seen` takes the choices that were evaluated, `walking` the proposers if there is anything to walk or
+    to invert.
+    """
     network, options, costs = made.network, made.options, made.costs
     walks = Walks(network, options, made.table, live_bytes(network))
     inverted: list[Proposer] = []
@@ -195,9 +221,12 @@ def _with_walks(made: Draft, seen: list[Choice]) -> Choice:
         best = search.choose(
             network, costs, every, best=best, thorough=False, recovers=recovers, seen=seen
         )
+        walking += every
     if inverted:
         store, recompute = plain_proposers(network, costs)
-        best = search.choose(network, costs, [store, *inverted, recompute], best=best, seen=seen)
+        every = [store, *inverted, recompute]
+        best = search.choose(network, costs, every, best=best, seen=seen)
+        walking += [] if walking else every
     assert best is not None
     if options.checkpoint not in (None, "auto"):
         return search.realise(network, costs, cut_evenly(walker, best.chosen, options.checkpoint))

@@ -155,7 +155,7 @@ class Stretches:
     `sizes`: what each node takes; infinite if it may not be recomputed. `again`: seconds that each node
     takes if it runs once more, of which one is `worth` so many bytes. `starts`: bytes kept at each
     start, by default all that is `live`. `spared`: (start, stop) -> seconds of nodes that need not run
-    again.
+    again: they count once a start is chosen, and do not choose it.
 
     The starts within the limit form a window that slides over the nodes. It holds only starts that are
     cheaper than every later one, so each start enters and leaves once.

@@ -70,8 +70,9 @@ class Plan:
     seconds: float = 0.0  # predicted, for the device that was there; figures compare, roughly
     backprop_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
-    argument_bytes: int = 0  # of the call; `peak_bytes` is besides arguments and results
+    argument_bytes: int = 0  # of the call, on one device; `peak_bytes` is besides arguments and results
     result_bytes: int = 0
+    parts: int = 1  # into which the data are divided, among as many devices; `peak_bytes` is of all
     device: str = ""  # what kind of device the seconds are for
     compiled_bytes: int | None = None  # temporaries of the compiled program (`verify=True`)
     budget_bytes: int | None = None  # what `Moonwalk(budget=...)` allows
@@ -81,11 +82,12 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """The peak with arguments and results, which a budget is compared with.
+        """The peak on one device with arguments and results, which a budget is compared with.
 
         It is as compiled if the plan was verified, and predicted otherwise.
         """
-        peak = self.peak_bytes if self.compiled_bytes is None else self.compiled_bytes
+        predicted = self.peak_bytes // self.parts
+        peak = predicted if self.compiled_bytes is None else self.compiled_bytes
         return peak + self.argument_bytes + self.result_bytes
 
     @property

@@ -46,11 +46,12 @@ def summary(plan: Plan) -> str:
 def _totals(plan: Plan) -> list[str]:
     beside = plan.argument_bytes + plan.result_bytes
     table = [("predicted for " + plan.device, "temporaries", "in all", "time")]
-    rows: list[tuple[str, int, float | None]] = [("this plan", plan.peak_bytes, plan.seconds)]
+    own = lambda of_all: of_all // plan.parts
+    rows: list[tuple[str, int, float | None]] = [("this plan", own(plan.peak_bytes), plan.seconds)]
     if plan.compiled_bytes is not None:
         rows.append(("this plan, as compiled", plan.compiled_bytes, None))
-    rows.append(("backpropagation", plan.backprop_bytes, plan.backprop_seconds))
-    rows.append(("checkpointing", plan.checkpoint_bytes, plan.checkpoint_seconds))
+    rows.append(("backpropagation", own(plan.backprop_bytes), plan.backprop_seconds))
+    rows.append(("checkpointing", own(plan.checkpoint_bytes), plan.checkpoint_seconds))
     for name, bytes_, seconds in rows:
         time = "" if seconds is None else format_seconds(seconds)
         table.append((name, format_bytes(bytes_), format_bytes(bytes_ + beside), time))
@@ -59,6 +60,8 @@ def _totals(plan: Plan) -> list[str]:
     about = f"arguments {format_bytes(plan.argument_bytes)}, results {format_bytes(plan.result_bytes)}"
     if plan.budget_bytes is not None:
         about += f", budget {format_bytes(plan.budget_bytes)}"
+    if plan.parts > 1:
+        about += f"; bytes of each of {plan.parts} devices"
     return [*lines, f"  in all: with {about}"]
 
 
@@ -72,7 +75,7 @@ def _title(plan: Plan) -> str:
         (plan.jvps, "jvp for the seed", "jvps for the seed"),
     )
     done = ", ".join(f"{n} {many if n > 1 else one}" for n, one, many in counts if n)
-    parts = (plan.kinds, done, "gains measured" if plan.measured else "")
+    parts = (plan.kinds or "nothing to differentiate", done, "gains measured" if plan.measured else "")
     return f"{_settings(plan.method)}: " + "; ".join(filter(None, parts))
 
 
@@ -397,7 +400,9 @@ def table(plan: Plan) -> str:
     for row in cells:
         lines.append("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
     lines.append(
-        f"kept {format_bytes(plan.kept_bytes)}, peak about {format_bytes(plan.peak_bytes)}; "
+        f"kept {format_bytes(plan.kept_bytes)}, peak about {format_bytes(plan.peak_bytes)}"
+        + (f" (compiled {format_bytes(plan.compiled_bytes)})" if plan.compiled_bytes is not None else "")
+        + "; "
         f"backprop about {format_bytes(plan.backprop_bytes)}, "
         f"checkpointing about {format_bytes(plan.checkpoint_bytes)}"
     )

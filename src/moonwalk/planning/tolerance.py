@@ -28,6 +28,12 @@ def default_tolerance(dtype: Any) -> float:
 
 def state_dtype(network: Network) -> Any:
     """The least precise dtype among the network's states."""
+    if "state dtype" not in network.memory:
+        network.memory["state dtype"] = _state_dtype(network)
+    return network.memory["state dtype"]
+
+
+def _state_dtype(network: Network) -> Any:
     states = (v for n in network.nodes for v in (*n.block.inputs, *n.block.outputs))
     dtypes = {v.aval.dtype for v in states if v.aval.size > 1}
     found = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]

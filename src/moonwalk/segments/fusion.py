@@ -27,13 +27,16 @@ from .. import _jax
 from .._jax import JaxprEqn, Literal
 from ..execute.residuals import nbytes
 from ..network.cutting import Network, Node, is_heavy
+from ..trace.partition import MOVING, POINTWISE
 
-# Not fused with what is around them, though they are no products.
-ALONE = frozenset(
-    {
-        *(lax.sort_p, lax.top_k_p, lax.scatter_p, lax.scatter_add_p, lax.reduce_window_p),
-        *(lax.cumsum_p, lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p, lax.fft_p),
-    }
+# What compilers fuse, besides what works entry by entry or moves entries. All else stands apart: a
+# primitive that is not known here is taken for one that writes its results.
+_FUSED_NAMES = frozenset(
+    "add_any argmax argmin bitcast_convert_type clz complex conj dynamic_slice igamma igammac imag iota "
+    "mulhi pad pin population_count psum_invariant pvary random_bits random_clone random_fold_in "
+    "random_seed random_split random_unwrap random_wrap real reduce_and reduce_max reduce_min reduce_or "
+    "reduce_prod reduce_sum reduce_xor reshard sharding_constraint shift_left shift_right_arithmetic "
+    "shift_right_logical threefry2x32 unpin vary_unreduced_cast reduced_vary_cast zeta polygamma".split()
 )
 # Entry by entry, but not computed twice on a CPU.
 COSTLY = frozenset(
@@ -94,7 +97,7 @@ class Fusion:
 
     def computed_again(self, places: range) -> range:
         """Of consecutive light steps, those that a pullback may start from to compute the rest again."""
-        if _jax.default_device().platform != "cpu":
+        if not _on_cpu():
             return places
         most = max((v.aval.size for i in places for v in self.steps[i].makes), default=0)
         costly = (i for i in places if self.steps[i].costly > _FEW * most)
@@ -136,6 +139,10 @@ class Fusion:
         return last
 
 
+def _on_cpu() -> bool:
+    return _jax.default_device().platform == "cpu"
+
+
 def fusion_of(network: Network) -> Fusion:
     """What is fused in a network."""
     if "fusion" not in network.memory:
@@ -151,7 +158,7 @@ def _step(node: Node) -> Step:
     reads = (*block.inputs, *block.operands)
     if node.is_fork:
         return Step(reads, (), apart=False)
-    apart = any(map(_is_apart, block.eqns))
+    apart = any(map(is_apart, block.eqns))
     scatters = any(e.primitive is lax.gather_p for e in block.eqns)
     costly = (v.aval.size for e in _all_inside(block.eqns) if e.primitive in COSTLY for v in e.outvars)
     return Step(reads, (*block.outputs, *block.exports), apart, scatters, max(costly, default=0))
@@ -165,13 +172,46 @@ def _all_inside(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
             yield from _all_inside(inner.eqns)
 
 
+_DRAWN = 3  # arrays of words that XLA makes for one of random bits on a CPU
+
+
+def workspace_bytes(node: Node, network: Network) -> int:
+    """What a compiler makes besides while it pulls back through a node: index arrays, on a CPU.
+
+    There max pooling is pulled back by an index for every axis, of all inputs and twice of all outputs,
+    and a sort by two. On a GPU they are fused into what reads them.
+    """
+    if not _on_cpu() or node.is_fork:
+        return 0
+    key = "workspace", node.model
+    if key not in network.memory:
+        network.memory[key] = max(map(_indices, _all_inside(node.block.eqns)), default=0)
+    return network.memory[key]
+
+
+def _indices(eqn: JaxprEqn) -> int:
+    """Bytes of index arrays; indices have four bytes."""
+    if eqn.primitive.name in ("reduce_window_max", "reduce_window_min"):
+        x, y = eqn.invars[0].aval, eqn.outvars[0].aval
+        return 4 * x.ndim * (x.size + 2 * y.size)
+    return 2 * 4 * eqn.invars[0].aval.size if eqn.primitive is lax.sort_p else 0
+
+
+def drawing_bytes(steps: Iterable[JaxprEqn]) -> int:
+    """The same while random bits are drawn, one array after the other."""
+    if not _on_cpu():
+        return 0
+    drawn = (nbytes(*(v.aval for v in e.outvars)) for e in steps if e.primitive in _jax.DRAWING)
+    return _DRAWN * max(drawn, default=0)
+
+
 def layer_bytes(node: Node, network: Network) -> int:
     """What one layer of a scan takes while it runs, besides its carry and what it reads."""
     key = "layer bytes", node.model
     if key not in network.memory:
         jaxpr, _ = _jax.open_jaxpr(node.block.eqns[0].params["jaxpr"])
         steps = [
-            Step(_variables(e.invars), _variables(e.outvars), _is_apart(e), e.primitive is lax.gather_p)
+            Step(_variables(e.invars), _variables(e.outvars), is_apart(e), e.primitive is lax.gather_p)
             for e in jaxpr.eqns
         ]
         network.memory[key] = max(Fusion(steps, (), _variables(jaxpr.outvars)).around(), default=0)
@@ -182,5 +222,18 @@ def _variables(of: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(v for v in of if not isinstance(v, Literal))
 
 
-def _is_apart(eqn: JaxprEqn) -> bool:
-    return is_heavy(eqn) or eqn.primitive in ALONE
+def is_apart(eqn: JaxprEqn) -> bool:
+    """Whether an equation is not fused with those around it.
+
+    **Example:**
+
+    >>> import jax, jax.numpy as jnp
+    >>> [is_apart(e) for e in jax.make_jaxpr(lambda x: jnp.cumsum(jnp.sin(x).T, 0))(jnp.eye(3)).eqns]
+    [False, False, True]
+    """
+    if is_heavy(eqn):
+        return True
+    if eqn.primitive in POINTWISE or eqn.primitive in MOVING or eqn.primitive.name in _FUSED_NAMES:
+        return False
+    inner = _jax.inner_jaxprs(eqn) if _jax.is_call(eqn) else []
+    return not inner or any(is_apart(e) for jaxpr in inner for e in jaxpr.eqns)

@@ -25,8 +25,8 @@ from jax import lax
 from .. import _jax
 from .._jax import JaxprEqn, Literal
 from ..execute.residuals import nbytes
-from ..network.cutting import Network, is_heavy
-from .fusion import ALONE
+from ..network.cutting import Network
+from .fusion import is_apart
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,15 @@ def _node_seconds(network: Network, rates: Rates) -> list[NodeSeconds]:
                 on_x.update(eqn.outvars)
             elif by_theta:
                 on_theta.update(eqn.outvars)
-            if is_heavy(eqn) or eqn.primitive in _ALONE:
+            if _is_timed(eqn):
                 key = (node.model, place)
                 if key not in known:
                     known[key] = equation_seconds(eqn, rates)
                 own = known[key]
-                if eqn.primitive is lax.scan_p:  # both of its pullbacks, whatever it reads
+                if _jax.inner_jaxprs(eqn):  # loops, branches, calls: both pullbacks, whatever they read
                     by_x, by_theta = int(by_x > 0), int(by_theta > 0 or by_x > 0)
+                elif eqn.primitive.name not in _PRODUCTS:  # one pass over all operands' cotangents
+                    by_x, by_theta = int(by_x > 0), int(by_theta > 0 and not by_x)
                 forward += own
                 wrt_x += by_x * own
                 wrt_theta += by_theta * own
@@ -130,8 +132,14 @@ def _node_seconds(network: Network, rates: Rates) -> list[NodeSeconds]:
     return found
 
 
+# Of these, each operand's cotangent is a product as large as the forward one.
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "custom_vijp_call"}
 _LIGHT_PULLBACK = 1.5  # it reads a cotangent and a residual, and writes a cotangent
-_ALONE = ALONE | {lax.gather_p}
+
+
+def _is_timed(eqn: JaxprEqn) -> bool:
+    """Whether it takes time of its own, rather than as part of a chain of light steps."""
+    return is_apart(eqn) or eqn.primitive is lax.gather_p
 
 
 class _Stored:
@@ -144,7 +152,7 @@ class _Stored:
         made = {v for e in eqns for v in e.outvars}
         self.written = {self._source(v) for v in ends if not isinstance(v, Literal)}
         for e in eqns:
-            if is_heavy(e) or e.primitive in _ALONE:
+            if _is_timed(e):
                 self.written.update(e.outvars)
                 self.written.update(self._source(v) for v in e.invars if not isinstance(v, Literal))
         self.fused = made - self.written
@@ -179,7 +187,7 @@ def _body_seconds(closed: Any, rates: Rates) -> float:
     stored = _Stored(jaxpr.eqns, (*jaxpr.invars, *jaxpr.outvars))
     total = 0.0
     for e in jaxpr.eqns:
-        if is_heavy(e) or e.primitive in _ALONE or _jax.inner_jaxprs(e):
+        if _is_timed(e) or _jax.inner_jaxprs(e):
             total += equation_seconds(e, rates)
         else:
             total += stored.bytes(e) / rates.bandwidth
@@ -187,7 +195,8 @@ def _body_seconds(closed: Any, rates: Rates) -> float:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Of one equation without loops; 0 where memory traffic decides.
+    """Of one equation without loops. 0 where memory traffic decides, and where nobody knows (a kernel of
+    the user's, a decomposition).
 
     **Example:**
 
@@ -199,15 +208,24 @@ def flops(eqn: JaxprEqn) -> float:
     if eqn.primitive is lax.dot_general_p:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval
-        return 2.0 * eqn.outvars[0].aval.size * math.prod(left.shape[a] for a in contracted)
+        return _each(eqn) * eqn.outvars[0].aval.size * math.prod(left.shape[a] for a in contracted)
+    if eqn.primitive.name == "ragged_dot_general":  # every row meets the matrix of its group alone
+        (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        left = eqn.invars[0].aval
+        return _each(eqn) * eqn.outvars[0].aval.size * math.prod(left.shape[a] for a in contracted)
     if eqn.primitive is lax.conv_general_dilated_p:
         kernel = eqn.invars[1].aval
         outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * eqn.outvars[0].aval.size * kernel.size / max(1, outputs)
+        return _each(eqn) * eqn.outvars[0].aval.size * kernel.size / max(1, outputs)
     if eqn.primitive is lax.fft_p:
         size = math.prod(eqn.params["fft_lengths"])
         return 5.0 * eqn.outvars[0].aval.size * math.log2(max(2, size))
     return 0.0
+
+
+def _each(eqn: JaxprEqn) -> float:
+    """FLOPs of one multiplication and addition."""
+    return 8.0 if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating) else 2.0
 
 
 def _rate(eqn: JaxprEqn, rates: Rates) -> float:

@@ -36,7 +36,7 @@ from ..trace import fingerprint, graph
 from .base import Executor, Row, Segment, check_in_a_row
 from .codec import in_plans
 from .costs import NodeCost, full_residual, in_periods
-from .fusion import fusion_of
+from .fusion import drawing_bytes, fusion_of, workspace_bytes
 from .reruns import spared
 
 
@@ -124,7 +124,12 @@ class Stretch(Executor):
         return self.kept_bytes
 
     def forward_peak(self, timeline: Any) -> int:
-        return timeline.forward(self, [0] * len(self.nodes), fused=True)
+        peak = timeline.forward(self, [0] * len(self.nodes), fused=True)
+        return max(peak, self.held(timeline) + self._drawing_peak(timeline))
+
+    def _drawing_peak(self, timeline: Any) -> int:
+        """What is alive while random bits are drawn, at the stretch's start."""
+        return timeline.live[self.start] + drawing_bytes(self.draws)
 
     # -- running -----------------------------------------------------------------------------------
     def run_keeping_start(self, fixed: Env, x: Env, retain: frozenset[Any], *, again: bool) -> list[Any]:
@@ -342,7 +347,7 @@ class PlainStretch(Stretch):
         """Of the reverse pass over the nodes. `again`: once they have run again."""
         arriving, fused = timeline.live[self.stop], not self.packs
         kept = list(itertools.accumulate(self.kept_by_node, initial=0))
-        top = 0
+        top = arriving + self._drawing_peak(timeline) if again else 0
         for k, i in enumerate(range(self.start, self.stop)):
             if again:
                 states = timeline.states(i, fused=fused) - self.also_alive[k] * fused
@@ -352,7 +357,7 @@ class PlainStretch(Stretch):
                 inside = in_periods(self.nodes[k], timeline.costs[i].backprop, self.tile)[1]
             ordered = is_large_product(self.nodes[k], self.network)
             step = timeline.reverse(i, kept[k], kept[k + 1], ordered=ordered, fused=fused)
-            top = max(top, step + inside)
+            top = max(top, step + inside + workspace_bytes(self.nodes[k], self.network))
         return top
 
     def rows(self, costs: Sequence[NodeCost], *, chosen: bool) -> list[Row]:
@@ -400,8 +405,10 @@ class StoreExecutor(PlainStretch):
 
     def forward_peak(self, timeline: Any) -> int:
         if self.packs:
-            return timeline.forward(self, self.kept_by_node)
-        return timeline.forward(self, self.kept_by_node, self.also_alive, fused=True)
+            peak = timeline.forward(self, self.kept_by_node)
+        else:
+            peak = timeline.forward(self, self.kept_by_node, self.also_alive, fused=True)
+        return max(peak, self.held(timeline) + drawing_bytes(self.draws))
 
     def backward_peak(self, timeline: Any) -> int:
         return self.reverse_peak(timeline, again=False)

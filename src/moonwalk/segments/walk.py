@@ -32,6 +32,7 @@ from .base import Executor, Facts, Row, Segment
 from .checks import check_limit, check_sources
 from .codec import in_plans
 from .costs import NodeCost
+from .fusion import workspace_bytes
 from .sources import Source
 from .steps import Scale, Step, bind_steps
 
@@ -281,6 +282,7 @@ class WalkExecutor(Executor):
             top = residuals + timeline.states(last) + timeline.live[self.stop]
         for k in reversed(range(len(steps))):  # Phase II
             inside = self._inside(k, timeline) if steps[k].is_stem else 0
+            inside += workspace_bytes(steps[k].node, self.network)
             top = max(top, residuals + after + timeline.states(self.start + k) + inside)
             after += memos[k]
         for k, step in enumerate(steps[: self.end]):  # Phase III
@@ -288,6 +290,7 @@ class WalkExecutor(Executor):
             seeded = k == 0 and bool(self.seeds)
             working = step.working_bytes(timeline.states(self.start + k), has_h=has_h or seeded)
             inside = 0 if step.is_stem else self._inside(k, timeline)
+            inside += workspace_bytes(step.node, self.network) if step.is_walked else 0
             top = max(top, residuals + after + working + inside)
             residuals -= step.kept_bytes
             after -= memos[k]

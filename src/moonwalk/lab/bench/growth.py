@@ -128,7 +128,8 @@ def roughly(fun: Any, *args: Any) -> Any:
     then not optimised, which halves the time to compile.
     """
     rough = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return _jax.compiled(jax.jit(fun), *args, **(rough if jax.default_backend() == "cpu" else {}))
+    options = rough if jax.default_backend() == "cpu" else {}
+    return _jax.compiled(jax.jit(fun), *args, compiler_options=options)
 
 
 def _error(gradients: Any, args: Any) -> dict[str, Any]:

@@ -368,6 +368,7 @@ def plan(
         )
         text = plan_run.answer(request)
     except (MoonwalkError, ValueError, TypeError, ImportError, OSError) as error:
-        typer.echo(f"moonwalk plan: {error}", err=True)
+        notes = getattr(error, "__notes__", ())
+        typer.echo("\n".join([f"moonwalk plan: {error}", *notes]), err=True)
         raise typer.Exit(1) from error
     typer.echo(text)

@@ -91,6 +91,8 @@ class Request:
                     f"{option} is for one plan, and --frontier shows several; pass --budget too, or "
                     f"leave {option} out"
                 )
+        if self.table and self.json:
+            raise ValueError("--table: with --json every block is there anyway; leave out one of them")
         if self.budget not in (None, "device"):
             settings.size("--budget", "it", self.budget)
         if self.plot is not None:
@@ -116,11 +118,18 @@ def answer(request: Request) -> str:
         else:
             chosen = plan(loss, *args, verify=request.verify, **options)
     if request.json:
-        data = [p.to_dict() for p in found or ()] if chosen is None else chosen.to_dict()
-        return json.dumps(data, indent=1, default=str)
+        return json.dumps(_as_data(request, found, chosen), indent=1, default=str)
     texts = [str(found)] if request.frontier else []
     texts += [] if chosen is None else [as_text(chosen, table=request.table)]
     return "\n\n".join(texts)
+
+
+def _as_data(request: Request, found: Frontier | None, chosen: Plan | None) -> Any:
+    """A plan; a list of the frontier's; or both, by name."""
+    every = [p.to_dict() for p in found or ()]
+    if chosen is None:
+        return every
+    return {"frontier": every, "plan": chosen.to_dict()} if request.frontier else chosen.to_dict()
 
 
 def check_figure(path: Path) -> None:
@@ -165,7 +174,8 @@ def find(where: str) -> Any:
     found: Any = from_file(Path(name)) if name.endswith(".py") else from_name(name)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            known = [n for n in dir(found) if not n.startswith("_")]
+            own = [n for n in dir(found) if not n.startswith("_")]
+            known = [n for n in own if callable(getattr(found, n))]
             raise ValueError(nearest(f"name in {name}", part, known))
         found = getattr(found, part)
     return found
