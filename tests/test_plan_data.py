@@ -1,5 +1,6 @@
 """A plan is data: it runs as it is, without the planner, and goes through JSON unchanged."""
 
+import functools
 import json
 import warnings
 
@@ -129,3 +130,27 @@ def test_numbers_that_json_has_no_name_for():
     assert np.isnan(codec.decode(codec.encode(float("nan"))))
     with pytest.raises(TypeError, match="a plan cannot hold .*decorate object with in_plans"):
         codec.encode(object())
+
+
+def test_a_damaged_field_is_no_plan():
+    """Whatever field it is, of the plan or of what it holds: refused when it is read, not when it runs."""
+    loss = lambda ws, x: jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))
+    plan = mw.plan(loss, [jnp.eye(4)] * 4, jnp.ones((8, 4)))
+    data = json.loads(plan.to_json())
+    wrong = {dict: "zzz", list: "zzz", str: 3, bool: "zzz", int: "zzz", float: "zzz"}
+    places = [(data, k) for k in data]
+    places += [(item, k) for group in ("segments", "rows") for item in data[group][:1] for k in item]
+    refused = 0
+    for holder, name in places:
+        kept = holder[name]
+        if name == "is" or kept is None:
+            continue
+        holder[name] = wrong[type(kept)]
+        with pytest.raises(
+            ValueError, match="this is no plan that this version of moonwalk can read: .*is"
+        ):
+            mw.Plan.from_json(json.dumps(data))
+        holder[name] = kept
+        refused += 1
+    assert refused > 25
+    assert mw.Plan.from_json(json.dumps(data)) == plan

@@ -100,7 +100,9 @@ def test_what_a_frontier_prints(frontiers):
     assert (shown[0], shown[-1]) == (0, len(found) - 1) and len(shown) < 25
     for one, other in itertools.pairwise(shown[:-1]):
         assert found[other].seconds < 0.98 * found[one].seconds
-    assert of_all == f"Of plans that take about the same time, one is shown: {len(shown)} of {len(found)}."
+    assert (
+        of_all == f"Of plans that take about the same time, one is shown: {len(shown)} of {len(found)}."
+    )
     assert last.endswith("backpropagation") and "1.00 × 1.00" in last
 
 

@@ -267,7 +267,7 @@ def fragments_of(plan):
 def differentiated(kind, depth, k, m, scale, n, dtype=np.float64):
     """(plan, gradients by that plan under `jit`, those of backpropagation in float64)."""
     loss, ws, x = network(kind, depth, k, m, scale, n, dtype)
-    plan = mw.plan(loss, ws, x)
+    plan = mw.plan(loss, ws, x, method=mw.Moonwalk(walk="always"))  # three layers are few
     found = jax.jit(mw.value_and_grad(loss, method=plan))(ws, x)
     wide = jax.tree.map(lambda a: a.astype(np.float64), (ws, x))
     return plan, found, jax.jit(jax.value_and_grad(loss))(*wide)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..network.cutting import Network
 from ..segments.base import Offer, Priced, Proposer, Realised
+from ..segments.fusion import workspace_bytes
 from ..segments.loop import TiledWalkExecutor, tile_bytes, tiled_walk
 from ..segments.scan_step import ScanStep
 from ..segments.seconds import node_seconds
@@ -128,7 +129,8 @@ class WalkBound(Priced):
     def backward_peak(self, timeline: Any) -> int:
         top = after = 0
         for i, own in zip(reversed(range(self.start, self.stop)), reversed(self.bytes), strict=True):
-            top = max(top, after + timeline.states(i))
+            workspace = workspace_bytes(timeline.nodes[i], timeline.network)
+            top = max(top, after + timeline.states(i) + workspace)
             after += own
         return self.held(timeline) + max(top, after)
 

@@ -8,7 +8,10 @@ have their default value left out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import types
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -70,12 +73,41 @@ def decode(value: Any) -> Any:
             "anew with moonwalk.plan(fun, *args)"
         )
     try:
-        return cls(**{k: decode(v) for k, v in fields.items()})
+        given = {k: decode(v) for k, v in fields.items()}
+        for field, value_of in given.items():
+            if not _fits(value_of, _hints(cls).get(field, Any)):
+                raise TypeError(f"{name}.{field} is {value_of!r:.60}")
+        return cls(**given)
     except TypeError as error:
         raise ValueError(
             f"this is no plan that this version of moonwalk can read: {error}; make the plan anew with "
             "moonwalk.plan(fun, *args)"
         ) from None
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """The types of a class's fields; none where an annotation names what only a type checker imports."""
+    try:
+        return typing.get_type_hints(cls)
+    except NameError:
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as that is plain."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, h) for h in inside)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        each = (inside[0],) * len(value) if inside[-1:] == (...,) else inside
+        return len(value) == len(each) and all(map(_fits, value, each))
+    if hint in (int, float):
+        numbers = (int,) if hint is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _is_default(field: Any, value: Any) -> bool:

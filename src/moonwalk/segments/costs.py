@@ -20,7 +20,13 @@ from ..network.cutting import Network, Node
 
 def full_residual(node: Node, network: Network, periods: tuple[int, ...] = ()) -> Residual:
     """What a node keeps for ∂y/∂x and ∂y/∂θ; a scan may be run as scans of checkpointed scans."""
-    node = node.model
+    key = (node.model, periods)
+    if key not in network.memory:
+        network.memory[key] = _full_residual(node.model, network, periods)
+    return network.memory[key]
+
+
+def _full_residual(node: Node, network: Network, periods: tuple[int, ...]) -> Residual:
     block = node.block
     places = [block.operands.index(v) for v in node.weights]
 
@@ -38,18 +44,10 @@ def full_residual(node: Node, network: Network, periods: tuple[int, ...] = ()) -
         y, pullback, exports = jax.vjp(run, list(x), [operands[p] for p in places], has_aux=True)
         return (*y, *exports), pullback
 
-    key = (node, periods)
-    if key not in network.memory:
-        x, operands = block.structs()
-        # A light node may be linearised again from its state; a heavy one would take as long again.
-        network.memory[key] = Residual(
-            linearize,
-            x,
-            operands,
-            network.kinds(block.operands),
-            rerun=not node.is_heavy and not node.effects,
-        )
-    return network.memory[key]
+    x, operands = block.structs()
+    # A light node may be linearised again from its state; a heavy one would take as long again.
+    rerun = not node.is_heavy and not node.effects
+    return Residual(linearize, x, operands, network.kinds(block.operands), rerun=rerun)
 
 
 @dataclass

@@ -179,7 +179,8 @@ def equation_seconds(eqn: JaxprEqn, rates: Rates) -> float:
     if inner and eqn.primitive is not lax.reduce_window_p:  # of a while loop, one iteration
         return sum(_body_seconds(j, rates) for j in inner)
     moved = nbytes(*(v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype")))
-    return max(flops(eqn) / _rate(eqn, rates), moved / rates.bandwidth) + rates.launch
+    work = flops(eqn)
+    return max(work / _rate(eqn, rates) if work else 0.0, moved / rates.bandwidth) + rates.launch
 
 
 def _body_seconds(closed: Any, rates: Rates) -> float:
