@@ -29,7 +29,6 @@ _LIMITS = 4  # on transient bytes, tried for each worth of a second beside the p
 _MANY_LIMITS = 16  # the same for a whole frontier
 _WALKED, _WALKED_LIMITS = (-1, 0, 1), 4  # the same for walks, of which each takes longer to plan
 _APART, _BETWEEN = 1.1, 12  # others are put between plans that differ by that factor, up to so many
-_FASTER = 0.01  # share of its time by which a plan of a frontier is faster than the one before it
 _CHEAP, _DEAR = (-3, -2, -1, 0), (1, 3)  # what a second may be worth, as `search.worths` has it
 
 

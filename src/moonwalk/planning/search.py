@@ -161,21 +161,12 @@ def _from(segments: Sequence[Executor], place: int, network: Network) -> list[Ex
     return found
 
 
-def frontier(choices: Iterable[Choice], gain: float = 0.0) -> list[Choice]:
-    """The choices that no other is both as small and as fast as, the smallest first.
-
-    `gain`: the share of its time that each saves over the one before it, at least; the fastest is there
-    in any case.
-    """
+def frontier(choices: Iterable[Choice]) -> list[Choice]:
+    """The choices that no other is both as small and as fast as, the smallest first."""
     found: list[Choice] = []
-    fastest = None
     for choice in sorted(choices, key=lambda c: (c.peak, c.seconds)):
-        if fastest is None or choice.seconds < fastest.seconds:
-            fastest = choice
-            if not found or choice.seconds < (1 - gain) * found[-1].seconds:
-                found.append(choice)
-    if fastest is not None and fastest is not found[-1]:
-        found.append(fastest)
+        if not found or choice.seconds < found[-1].seconds:
+            found.append(choice)
     return found
 
 

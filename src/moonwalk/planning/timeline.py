@@ -57,7 +57,7 @@ class Timeline:
         self.live = live_bytes(network)
         self.passing = passing_bytes(network)
         self.fresh = fresh_bytes(network)
-        self.fusion, self.arguments = fusion_of(network), network.state
+        self.fusion, self.given = fusion_of(network), network.state
         self.written, self.written_through = _written_bytes(network)
 
     def through(self, segments: Sequence[Priced], *, beside: Iterable[Any] = ()) -> int:
@@ -75,7 +75,7 @@ class Timeline:
     def _peaks(self, segments: Sequence[Priced], beside: Iterable[Any] = ()) -> list[int]:
         """The peak within each segment, of both passes."""
         peaks, before = [], 0
-        held: set[Any] = {self.fusion.of(v) for v in (*self.arguments, *beside)}
+        held: set[Any] = {self.fusion.of(v) for v in (*self.given, *beside)}
         for segment in segments:
             # What an earlier segment holds, or the caller, is there anyway.
             own = {self.fusion.of(v): v for v in segment.held_states()}

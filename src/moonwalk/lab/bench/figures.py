@@ -104,7 +104,10 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
                 and _names_of(panel) == _names_of(row.panels[0])
             ):
                 axis.set_yticklabels([])  # the first panel has them
-            axis.set_title(panel.title, loc="left", pad=pad)
+            # Panels of bars are narrow, and layouts leave titles out of account.
+            most = 72 // len(row.panels)
+            name = textwrap.fill(panel.title, most) if panel.kind == "bars" else panel.title
+            axis.set_title(name, loc="left", pad=pad)
             placed.append((axis, panel))
     strip = 0.24 / figure.get_figheight()  # below everything, for where it was measured
     if not _legend(figure, found):

@@ -187,10 +187,10 @@ class Program:
             "parameters": sum(a.size for a in jax.tree.leaves(types[0])),
             "extra": {},
         }
-        if task.settings.get("plan"):
+        if asked := task.settings.get("plan"):
             plan = preview.plan(self.network.loss, *types) if plan is None else plan
             self.found["extra"] |= {
-                "plan": plan.to_dict()["rows"],
+                "plan": str(plan) if asked == "summary" else plan.to_dict()["rows"],
                 "predicted_bytes": plan.peak_bytes,
                 "predicted_seconds": plan.seconds,
                 "budget_bytes": plan.budget_bytes,

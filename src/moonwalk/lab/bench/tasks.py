@@ -66,8 +66,8 @@ class Task:
     - `precision`: of products: "default", "highest", ….
     - `settings`: all else, as JSON has it. Known to `measuring`: `seed`; `run` (False: memory alone);
         `repeats`; `reference` ("float64", "highest", "same" or None); `limit_bytes`; `plan` (True: the
-        plan's rows go to the record); `search` ({"over": "depth" or "batch", "step", "most"}: the
-        largest such size within `limit_bytes`).
+        plan's rows go to the record, "summary": what it prints); `search` ({"over": "depth" or "batch",
+        "step", "most"}: the largest such size within `limit_bytes`).
     """
 
     experiment: str

@@ -81,7 +81,7 @@ def _methods(batch: int) -> list[str]:
 def _task(request: Request, network: str, variant: str, method: str, sizes: Any) -> Task:
     is_another = network == "resnet" and method.startswith("accumulate")
     settings = common.settings(request, reference=None if is_another else "same", repeats=3)
-    settings |= {"plan": True} if method.startswith("moonwalk") else {}
+    settings |= {"plan": "summary"} if method.startswith("moonwalk") else {}
     return Task("zoo", network, method, variant, settings=settings, **sizes)
 
 
