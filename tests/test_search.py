@@ -71,6 +71,26 @@ def test_a_lower_bound_leaves_out_nothing_better(seed, method, monkeypatch):
     assert bounded.peak_bytes == unbounded.peak_bytes, (loss.kinds, loss.lengths)
 
 
+@pytest.mark.parametrize("seed", [*range(6), *map(slow, range(6, 60))])
+def test_halving_finds_as_many_stored_nodes_as_trying_each(seed, monkeypatch):
+    found = []
+
+    def both(network, costs, small, fast, limit):
+        one_by_one = search.between(network, costs, small, fast)
+        fitting = list(itertools.takewhile(lambda c: c.peak <= limit, one_by_one))
+        chosen = halving(network, costs, small, fast, limit)
+        found.append((chosen, fitting, limit))
+        return chosen
+
+    halving = search.largest_between
+    monkeypatch.setattr(search, "largest_between", both)
+    loss = Drawn(seed)
+    mw.plan(loss, *loss.args)
+    ((chosen, fitting, limit),) = found
+    assert (chosen is None) == (not fitting)
+    assert chosen is None or (chosen.peak <= limit and chosen.seconds <= fitting[-1].seconds)
+
+
 def dense(params, x):
     for w in params:
         x = jnp.tanh(x @ w)

@@ -22,7 +22,7 @@ from .draft import Draft, PlanRequest, draft, plain_proposers
 from .methods import Moonwalk
 from .report import Plan
 from .search import Choice
-from .timeline import Timeline, live_bytes
+from .timeline import live_bytes, timeline_of
 from .walks import RerunProposer, TileProposer, WalkBoundProposer, WalkProposer, Walks, cut_evenly
 
 _LIMITS = 4  # on transient bytes, tried for each worth of a second beside the plan of least memory
@@ -98,9 +98,9 @@ def _smallest(made: Draft, seen: list[Choice], walking: list[Proposer] | None = 
     if whole is None:
         return chosen
     # Blocks at the end may be stored as long as others take the peak.
-    some = search.between(made.network, made.costs, chosen, whole)
-    some = itertools.takewhile(lambda c: c.peak <= limit, some)
-    return min([chosen, *some], key=lambda c: (c.seconds, c.peak))
+    more = search.largest_between(made.network, made.costs, chosen, whole, limit)
+    near = [chosen] if more is None else [chosen, more]
+    return min(near, key=lambda c: (c.seconds, c.peak))
 
 
 def _stored(made: Draft) -> Choice | None:
@@ -181,7 +181,7 @@ def _within(
 
 def _largest(made: Draft, choice: Choice) -> str:
     """The node that takes most where the peak of a choice is."""
-    timeline = Timeline(made.network, made.costs)
+    timeline = timeline_of(made.network, made.costs)
     segment = timeline.busiest(choice.segments)
     if segment is None:
         return "the weights' own prologue"

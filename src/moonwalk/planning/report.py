@@ -25,7 +25,7 @@ from ..segments.seconds import device_kind
 from . import summary
 from .methods import Checkpoint, Moonwalk, PureForward, Reversible
 from .search import Choice
-from .timeline import Timeline, backprop_peak, backprop_seconds
+from .timeline import backprop_peak, backprop_seconds, timeline_of
 from .tolerance import Planned
 
 for _method in (Moonwalk, PureForward, Checkpoint, Reversible):
@@ -271,7 +271,7 @@ def describe(
 ) -> Plan:
     """The plan without its rows, which `with_rows` adds when they are read."""
     facts = [segment.facts for segment in choice.segments]
-    timeline = Timeline(network, costs)
+    timeline = timeline_of(network, costs)
     busiest = timeline.busiest(choice.segments)
     return Plan(
         rows=(),

@@ -18,7 +18,7 @@ from ..network.cutting import Network
 from ..segments.base import Executor, Offer, Proposer
 from ..segments.costs import NodeCost
 from ..segments.store import stored_sizes
-from .timeline import Timeline
+from .timeline import timeline_of
 
 Chosen = Sequence[tuple[Proposer, Offer]]
 
@@ -50,7 +50,7 @@ def priced(
     chosen: Chosen = (),
 ) -> Choice:
     """Segments with what they take, by the timeline."""
-    timeline = Timeline(network, costs)
+    timeline = timeline_of(network, costs)
     kept = sum(s.held(timeline) for s in segments) if kept is None else kept
     peak, seconds = timeline.through(segments), timeline.lasts(segments)
     return Choice(list(segments), kept, peak, seconds, transient, chosen)
@@ -118,7 +118,7 @@ def faster(
 def worths(network: Network, costs: Sequence[NodeCost], powers: Sequence[int]) -> list[float]:
     """Bytes that a second may be worth: `powers` of four times what backpropagation keeps for each
     second of the forward pass, which a checkpoint saves and spends."""
-    seconds = sum(n.forward for n in Timeline(network, costs).seconds)
+    seconds = sum(n.forward for n in timeline_of(network, costs).seconds)
     kept = sum(stored_sizes(network, costs))
     if not seconds or not kept:
         return []
@@ -138,13 +138,46 @@ def between(
     found here, the fewest first; the later ones, because what they keep is freed before the others run
     again. `count`: at most so many choices.
     """
-    places = [segment.start for segment in reversed(small.segments[1:])]
+    places = _starts(small)
     every = 1 if count is None else max(1, -(-len(places) // count))
     for place in places[::every]:
-        later = _from(fast.segments, place, network)
-        if later is not None:
-            first = [segment for segment in small.segments if segment.stop <= place]
-            yield priced(network, costs, [*first, *later])
+        found = _joined_at(place, network, costs, small, fast)
+        if found is not None:
+            yield found
+
+
+def largest_between(
+    network: Network, costs: Sequence[NodeCost], small: Choice, fast: Choice, limit: float
+) -> Choice | None:
+    """Of the choices `between` two, the one that differentiates most nodes as `fast` does, with a peak
+    within the limit. Peaks grow with their number, so few choices are priced."""
+    places = _starts(small)
+    best: Choice | None = None
+    first, last = 0, len(places)
+    while first < last:
+        middle = (first + last) // 2
+        found = _joined_at(places[middle], network, costs, small, fast)
+        if found is not None and found.peak <= limit:
+            best, first = found, middle + 1
+        else:
+            last = middle
+    return best
+
+
+def _starts(choice: Choice) -> list[int]:
+    """Where its segments start, the last first."""
+    return [segment.start for segment in reversed(choice.segments[1:])]
+
+
+def _joined_at(
+    place: int, network: Network, costs: Sequence[NodeCost], small: Choice, fast: Choice
+) -> Choice | None:
+    """The nodes before a place as `small` has them, the others as `fast` has; None if that cannot be."""
+    later = _from(fast.segments, place, network)
+    if later is None:
+        return None
+    first = [segment for segment in small.segments if segment.stop <= place]
+    return priced(network, costs, [*first, *later])
 
 
 def _from(segments: Sequence[Executor], place: int, network: Network) -> list[Executor] | None:
@@ -178,7 +211,7 @@ def may_choose(
     below: float,
 ) -> bool:
     """Whether a choice with offers of `wanted`, which are lower bounds, stays below some peak."""
-    timeline = Timeline(network, costs)
+    timeline = timeline_of(network, costs)
     for _, chosen in _distinct(network, proposers, _limits(proposers), (0.0,)):
         if not any(proposer is wanted for proposer, _ in chosen) or _at_once(chosen) >= below:
             continue

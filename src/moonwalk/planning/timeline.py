@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..execute.residuals import nbytes
 from ..network.cutting import Network
@@ -31,7 +31,7 @@ from ..segments.store import StoreExecutor, is_one_product
 
 def peak(network: Network, segments: Sequence[Priced], costs: Sequence[NodeCost]) -> int:
     """The most bytes alive at once, besides arguments and results."""
-    return Timeline(network, costs).through(segments)
+    return timeline_of(network, costs).through(segments)
 
 
 def backprop_peak(network: Network, costs: Sequence[NodeCost]) -> int:
@@ -44,6 +44,22 @@ def backprop_peak(network: Network, costs: Sequence[NodeCost]) -> int:
 def backprop_seconds(network: Network) -> float:
     """What plain reverse mode takes."""
     return sum(n.forward + n.backward for n in node_seconds(network))
+
+
+def timeline_of(network: Network, costs: Sequence[NodeCost]) -> Timeline:
+    """The one timeline of a network with these costs: it remembers what segments take."""
+    found = network.memory.get("timeline")
+    if found is None or found.costs is not costs:
+        found = network.memory["timeline"] = Timeline(network, costs)
+    return found
+
+
+class _Taken(NamedTuple):
+    """What one segment takes, wherever it stands."""
+
+    peak: int  # of both passes
+    held: int
+    states: Mapping[Any, Any]  # those among what is held
 
 
 class Timeline:
@@ -59,6 +75,7 @@ class Timeline:
         self.fresh = fresh_bytes(network)
         self.fusion, self.given = fusion_of(network), network.state
         self.written, self.written_through = _written_bytes(network)
+        self._taken: dict[Priced, _Taken] = {}  # many choices have the same segments
 
     def through(self, segments: Sequence[Priced], *, beside: Iterable[Any] = ()) -> int:
         """The peak of a forward pass over the segments and the reverse pass.
@@ -78,13 +95,19 @@ class Timeline:
         held: set[Any] = {self.fusion.of(v) for v in (*self.given, *beside)}
         for segment in segments:
             # What an earlier segment holds, or the caller, is there anyway.
-            own = {self.fusion.of(v): v for v in segment.held_states()}
-            twice = nbytes(*(v.aval for v in held & own.keys()))
-            held |= own.keys()
-            inside = max(segment.forward_peak(self), segment.backward_peak(self))
-            peaks.append(before + inside - twice)
-            before += segment.held(self) - twice
+            own = self._takes(segment)
+            twice = nbytes(*(v.aval for v in held & own.states.keys()))
+            held |= own.states.keys()
+            peaks.append(before + own.peak - twice)
+            before += own.held - twice
         return peaks
+
+    def _takes(self, segment: Priced) -> _Taken:
+        if segment not in self._taken:
+            peak = max(segment.forward_peak(self), segment.backward_peak(self))
+            states = {self.fusion.of(v): v for v in segment.held_states()}
+            self._taken[segment] = _Taken(peak, segment.held(self), states)
+        return self._taken[segment]
 
     def lasts(self, segments: Sequence[Executor]) -> float:
         """Seconds of both passes over the segments.

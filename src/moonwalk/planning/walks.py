@@ -112,7 +112,7 @@ class WalkProposer(Proposer):
         return Realised([walk], walk.kept_bytes + self.walks.start_bytes(offer.start))
 
 
-@dataclass
+@dataclass(eq=False)
 class WalkBound(Priced):
     """A lower bound of a walk: the state that it starts from, and in Phase II part of what it keeps."""
 
