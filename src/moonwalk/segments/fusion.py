@@ -47,6 +47,11 @@ COSTLY = frozenset(
         *(lax.sqrt_p, lax.rsqrt_p, lax.cbrt_p, _jax.random_bits_p),
     }
 )
+# Of these, the derivative is computed from the result.
+_KEPT = COSTLY & {
+    *(lax.exp_p, lax.exp2_p, lax.expm1_p, lax.tanh_p, lax.logistic_p),
+    *(lax.sqrt_p, lax.rsqrt_p, lax.cbrt_p, lax.erf_inv_p),
+}
 _FEW = 0.25  # of the largest result of a chain: costly functions of fewer entries do not count
 
 
@@ -137,6 +142,19 @@ class Fusion:
             for v in {self.of(v) for v in step.reads}:
                 last[v] = max(last.get(v, -1), reach)
         return last
+
+
+def costly_bytes(node: Node, network: Network) -> int:
+    """What a CPU keeps of a light node between its forward pass and its pullback although the node is
+    linearised again from its state: results of costly functions."""
+    if not _on_cpu():
+        return 0
+    key = "costly", node.model
+    if key not in network.memory:
+        found = [v for e in _all_inside(node.block.eqns) if e.primitive in _KEPT for v in e.outvars]
+        most = max((v.aval.size for v in node.block.outputs), default=0)
+        network.memory[key] = nbytes(*(v.aval for v in found if v.aval.size > _FEW * most))
+    return network.memory[key]
 
 
 def _on_cpu() -> bool:

@@ -36,7 +36,7 @@ from ..trace import fingerprint, graph
 from .base import Executor, Row, Segment, check_in_a_row
 from .codec import in_plans
 from .costs import NodeCost, full_residual, in_periods
-from .fusion import drawing_bytes, fusion_of, workspace_bytes
+from .fusion import costly_bytes, drawing_bytes, fusion_of, workspace_bytes
 from .reruns import spared
 
 
@@ -279,6 +279,9 @@ class PlainStretch(Stretch):
                     seen.add(v)
                 size = aval.size if aval.dtype == np.bool_ and not self.packs else nbytes(aval)
                 found.append((i, size, v))
+            if residual is not None and residual.from_state and not (self.packs or self.tile):
+                costly = costly_bytes(node, self.network)
+                found += [(i, costly, None)] if costly else []
         return found
 
     def _begins(self, places: range) -> list[Any]:
