@@ -105,12 +105,28 @@ def preactivated(w, x):
     return jnp.mean(h**2), stats
 
 
+def of_derivatives(w, x):
+    """A loss that holds derivatives: its reverse pass reads what a forward pass of tangents made."""
+
+    def u(point):
+        for a in w[:4]:
+            point = jnp.tanh(point @ a)
+        return jnp.sum(point)
+
+    def one(point):
+        gradient, second = jax.jvp(jax.grad(u), (point,), (jnp.arange(6.0),))
+        return jnp.sum(gradient**2) + u(point) * second[0]
+
+    return jnp.mean(jax.vmap(one)(x) ** 2)
+
+
 CASES = {
     "a weight used twice": (twice, (VECTOR, X), False),
     "a tied embedding": (tied_embedding, (TABLE, TOKENS), False),
     "two states made of each other": (two_states, (SQUARE, X), False),
     "a graph network": (graph_network, (SQUARE, X, EDGES), False),
     "a state as aux": (silu_state, (VECTOR, X), True),
+    "a loss that holds derivatives": (of_derivatives, (SQUARE, X), False),
     "batch statistics behind a skip": (resnet, (SQUARE, X), True),
     "batch statistics before a branch": (preactivated, (SQUARE, X), True),
 }
@@ -131,6 +147,7 @@ FAST = {
     ("a graph network", "always"),
     ("a graph network", "checkpoint"),
     ("a state as aux", "pure forward"),
+    ("a loss that holds derivatives", "always"),
     ("batch statistics behind a skip", "recursive"),
     ("batch statistics behind a skip", "pure forward"),
     ("batch statistics before a branch", "always"),
@@ -154,6 +171,26 @@ def test_activations_stay_whole_between_uses_of_a_weight():
     assert [n for n in names if n != "fork"][:3] == ["mul", "gt+select_n+expm1+…", "dot_general"]
     names = described(tied_embedding, TABLE, TOKENS)
     assert "gt+select_n+expm1+…" in names and "dot_general" in names
+
+
+@pytest.mark.parametrize("loss", [graph_network, two_states, of_derivatives])
+def test_crossing_paths_are_opened(loss):
+    args = (SQUARE, X, EDGES)[: 3 if loss is graph_network else 2]
+    assert not any(node.keeps_inside for node in cut(loss, *args).nodes)
+
+
+def test_a_norm_between_crossing_paths_stays_whole():
+    def loss(w, x):
+        a, b = x @ w[0], x @ w[1]
+        for i in range(2, 6, 2):
+            a, b = jax.nn.standardize(a @ w[i]) + b, b @ w[i + 1] + a
+        return jnp.sum(a * b)
+
+    nodes = cut(loss, SQUARE, X).nodes
+    assert not any(node.keeps_inside for node in nodes)
+    norms = [n for n in nodes if any(e.primitive is lax.rsqrt_p for e in n.block.eqns)]
+    assert len(norms) == 2
+    assert all(len(n.block.inputs) == len(n.block.outputs) == 1 for n in norms)
 
 
 def test_a_bias_times_data_belongs_to_the_sum():

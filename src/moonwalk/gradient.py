@@ -413,7 +413,8 @@ class Call:
         """The loss, staged and cut."""
         staged = self.stage(method.inputs)
         loss.refuse_effects(staged.jaxpr)
-        return staged, loss.cut(staged)
+        # A sweep cannot walk crossing paths, but it need not: it pulls a stem of them back whole.
+        return staged, loss.cut(staged, crossings=not isinstance(method, PureForward))
 
     def _values(self, staged: loss.Staging) -> dict[Any, Any] | None:
         """Values of the jaxpr's inputs and constants, in an eager call."""

@@ -271,6 +271,7 @@ def build(
     consts: Mapping[Any, Any] | None = None,
     declarations: Mapping[Any, Declaration] | None = None,
     names: Mapping[Any, str] | None = None,
+    crossings: bool = True,
 ) -> Network:
     """Sort a flat jaxpr's equations, cut its network and find the rules.
 
@@ -281,6 +282,7 @@ def build(
     - `outputs`: the variables whose cotangents come in.
     - `volatile`: inputs without a derivative that later phases cannot read (a scan's counter).
     - `constants`: inputs that do not count as data (numbers known while tracing).
+    - `crossings`: open blocks in which paths cross, too.
     """
     folded = Constants(jaxpr.eqns, consts or {})
     declared = propagate(jaxpr.eqns, declarations or {})
@@ -295,7 +297,7 @@ def build(
         prologues.network, on_network, outputs
     )
     facts = {"declarations": declared, "names": propagate_names(eqns, names or {}), "constants": folded}
-    opener = _Opener(facts, prologues, eqns, on_network)
+    opener = _Opener(facts, prologues, eqns, on_network, crossings=crossings)
     pieces = opener.cut(eqns_of_network, outputs, forks, results=jaxpr.outvars)
     outputs = [pieces.restored.get(v, v) if _is_var(v) else v for v in outputs]
     opener.add_all(pieces)
@@ -449,6 +451,12 @@ def _reading(eqn: JaxprEqn, new: Mapping[Any, Any]) -> JaxprEqn:
     return eqn if invars == eqn.invars else eqn.replace(invars=invars)
 
 
+def _making(eqn: JaxprEqn, new: Mapping[Any, Any]) -> JaxprEqn:
+    """The equation with some of the variables that it makes replaced."""
+    outvars = [new.get(v, v) for v in eqn.outvars]
+    return eqn if outvars == eqn.outvars else eqn.replace(outvars=outvars)
+
+
 def _standing(
     groups: Sequence[Sequence[JaxprEqn]], forks: Forks
 ) -> tuple[list[tuple[Any, list[Any]]], dict[Any, Any]]:
@@ -507,8 +515,10 @@ class _Opener:
         prologues: _Prologues,
         order: Sequence[JaxprEqn],
         active: Iterable[Any],
+        *,
+        crossings: bool,
     ):
-        self.facts, self.prologues = facts, prologues
+        self.facts, self.prologues, self.crossings = facts, prologues, crossings
         self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
         self.active = set(active)
         self.parts: list[tuple[Block, Service]] = []
@@ -586,6 +596,56 @@ class _Opener:
             if not pieces.is_whole:
                 self.add_all(pieces)
                 return True
+        return self.crossings and self._open_crossings(block)
+
+    def _open_crossings(self, block: Block) -> bool:
+        """Fork every variable that has several readers, where no single fork opens the block.
+
+        Paths cross there, as in a loss that holds derivatives: each layer of its reverse pass reads what
+        the same layer of the forward pass made. A norm, whose paths rejoin, is no crossing.
+        """
+        if sum(map(_products, block.eqns)) < 2:
+            return False
+        eqns = [e for e in block.eqns if not self.prologues.fixed.issuperset(e.outvars)]
+        forks: list[tuple[Any, list[Any]]] = []
+        for v in (*block.inputs, *(o for e in eqns for o in e.outvars if o in self.active)):
+            readers = [e for e in eqns if _carries(e, self.active) and any(u is v for u in e.invars)]
+            leaves = v in block.outputs
+            if len(readers) + leaves < 2 or self._rejoins(v, eqns, block.outputs):
+                continue
+            copy_of = {id(e): Copy(v) for e in readers}
+            copies, source = list(copy_of.values()), v
+            if leaves:  # outside, the copy that leaves has the variable's name
+                source = Copy(v)
+                copies.append(v)
+                self.active.add(source)
+                self.place[id(source)] = self.place.get(id(v), -1)
+            eqns = [_making(_reading(e, {v: copy_of.get(id(e), source)}), {v: source}) for e in eqns]
+            forks.append((source, copies))
+        pieces = self.cut(eqns, block.outputs, forks, results=block.exports)
+        if pieces.is_whole:
+            return False
+        self.add_all(pieces)
+        return True
+
+    def _rejoins(self, v: Any, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> bool:
+        """Whether what light steps make of a variable, reading nothing else, ends in a single one."""
+        inside = {v}
+        unread: Counter[Any] = Counter(u for u in outputs)
+        eqns = [e for e in eqns if _carries(e, self.active)]
+        for e in eqns:
+            unread.update(dict.fromkeys(filter(_is_var, e.invars), 1))
+        for e in eqns:
+            reads = [u for u in dict.fromkeys(filter(_is_var, e.invars)) if u in self.active]
+            if inside.isdisjoint(reads):
+                continue
+            if is_heavy(e) or not inside.issuperset(reads):
+                return False
+            unread.subtract(reads)
+            inside.update(e.outvars)
+            left = [u for u in inside if unread[u]]
+            if len(left) == 1:
+                return left[0] is not v
         return False
 
     def _open_scan(self, block: Block) -> bool:

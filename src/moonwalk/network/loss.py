@@ -47,8 +47,8 @@ def stage(
     return Staging(staged, weights, inputs, order)
 
 
-def cut(staging: Staging) -> Network:
-    """The loss as prologues and nodes."""
+def cut(staging: Staging, *, crossings: bool = True) -> Network:
+    """The loss as prologues and nodes. `crossings`: as in `cutting.build`."""
     staged = staging.staged
     return cutting.build(
         staged.jaxpr,
@@ -58,6 +58,7 @@ def cut(staging: Staging) -> Network:
         outputs=[staging.loss] if not isinstance(staging.loss, Literal) else [],
         consts=dict(zip(staged.jaxpr.constvars, staged.consts, strict=True)),
         names=staged.names,
+        crossings=crossings,
     )
 
 

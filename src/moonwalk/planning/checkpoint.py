@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..execute.residuals import nbytes
 from ..network.cutting import Network, Node
 from ..segments.costs import NodeCost
 from ..segments.loop import TiledExecutor
@@ -99,6 +100,12 @@ def _blocks(network: Network) -> list[range]:
     places = {i: place for place, i in enumerate(carrying)}
     models = [id(network.nodes[i].model) for i in carrying]
     period, first, count = _pattern(models, [places[s] for s in starts if s in places])
+    if 2 * period * count < len(carrying):
+        # Blocks with several states between them (a graph's nodes and edges) are no pieces.
+        heavy = [place for place, i in enumerate(carrying) if network.nodes[i].is_heavy]
+        wide = _shifted(_pattern(models, heavy), models, [_carried(network)[i] for i in carrying])
+        if wide[0] * wide[2] > 2 * period * count:
+            period, first, count = wide
     if not count:
         return pieces
     ends = [*carrying, len(network.nodes)]
@@ -187,6 +194,44 @@ def _pattern(models: Sequence[Any], starts: Sequence[int]) -> tuple[int, int, in
             if count > 1 and count * period > best[0] * best[2]:
                 best = (period, first, count)
     return best
+
+
+def _shifted(
+    pattern: tuple[int, int, int], models: Sequence[Any], alive: Sequence[int]
+) -> tuple[int, int, int]:
+    """The same pattern, begun at the place of its period before which fewest bytes are alive.
+
+    **Example:**
+
+    >>> _shifted((2, 1, 3), "eamamamh", [9, 9, 5, 9, 5, 9, 5, 9])
+    (2, 2, 2)
+    """
+    period, first, count = pattern
+    stop = first + period * count
+    if not count:
+        return pattern
+    while first and models[first - 1] == models[first + period - 1]:
+        first -= 1
+    while stop < len(models) and models[stop] == models[stop - period]:
+        stop += 1
+    # The least that is alive before any repetition: the first one may read fewer states.
+    within = range(first, min(first + period, stop - 2 * period + 1))
+    start = min(within, key=lambda i: max(alive[i:stop:period]), default=first)
+    return period, start, (stop - start) // period
+
+
+def _carried(network: Network) -> list[int]:
+    """Bytes of the states that carry a cotangent, alive before each node."""
+    born = {v: 0 for v in network.state}
+    change = [0] * (len(network.nodes) + 2)
+    for i, node in enumerate(network.nodes):
+        born.update((v, i + 1) for v in node.block.outputs)
+    for v, i in born.items():
+        last = network.last_read.get(v, -1)
+        if last >= i:
+            change[i] += nbytes(v.aval)
+            change[last + 1] -= nbytes(v.aval)
+    return list(itertools.accumulate(change[:-1]))
 
 
 def _is_loop(node: Node) -> bool:
