@@ -77,6 +77,12 @@ def in_segments(network: Network, costs: Sequence[NodeCost], asked: int | str) -
 
 def _units(network: Network) -> list[Unit]:
     """The nodes, cut in front of every block."""
+    if "units" not in network.memory:
+        network.memory["units"] = _cut_into_units(network)
+    return network.memory["units"]
+
+
+def _cut_into_units(network: Network) -> list[Unit]:
     nodes = network.nodes
     blocks = _blocks(network)
     repeats = len({_key(network, b) for b in blocks}) < len(blocks)
@@ -103,7 +109,8 @@ def _blocks(network: Network) -> list[range]:
     if 2 * period * count < len(carrying):
         # Blocks with several states between them (a graph's nodes and edges) are no pieces.
         heavy = [place for place, i in enumerate(carrying) if network.nodes[i].is_heavy]
-        wide = _shifted(_pattern(models, heavy), models, [_carried(network)[i] for i in carrying])
+        alive = _carried(network)
+        wide = _shifted(_pattern(models, heavy), models, [alive[i] for i in carrying])
         if wide[0] * wide[2] > 2 * period * count:
             period, first, count = wide
     if not count:
