@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 
@@ -17,6 +18,7 @@ from test_gradient import Counter
 from weights import normal, orthogonal
 
 import moonwalk as mw
+from moonwalk.segments.store import Recompute
 
 pytestmark = pytest.mark.filterwarnings("ignore::moonwalk.PlanWarning")
 
@@ -367,3 +369,23 @@ def test_layers_tell_of_themselves_once(is_loop):
         x = turn(x, w)
         expected.append(float(x.sum()))
     np.testing.assert_allclose(sorted(calls), sorted(expected), rtol=1e-10)
+
+
+def two_states(ws, x):
+    """Blocks that read and return two states; no place between them has one state alone."""
+    a, b = x @ ws[0], jnp.sin(x @ ws[1])
+    for i in range(2, 14, 2):
+        a, b = a + jnp.tanh(a @ ws[i] + b), b + jnp.tanh(b @ ws[i + 1] * a)
+    return jnp.mean(a * b)
+
+
+def test_blocks_with_several_states_between_them():
+    ws, x = [normal(8, 8, seed=i) / 3 for i in range(14)], normal(64, 8, seed=20)
+    plan = mw.plan(two_states, ws, x, method=mw.Checkpoint("block"))
+    starts = [segment.start for segment in plan.segments if isinstance(segment, Recompute)]
+    lengths = {b - a for a, b in itertools.pairwise(starts)}
+    assert len(starts) >= 5 and len(lengths) == 1, plan.segments
+    found = jax.jit(mw.value_and_grad(two_states, method=plan))(ws, x)
+    expected = jax.value_and_grad(two_states)(ws, x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
