@@ -9,6 +9,7 @@ from marks import some
 from moonwalk.lab.bench import charts, figures, judgement
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # such as that there is no room for the axes
 @pytest.mark.parametrize("name", some([r["experiment"] for r in samples.results()], ["fig3", "vijp"]))
 def test_a_png_and_an_svg(tmp_path, name):
     result = getattr(samples, name)()

@@ -80,7 +80,7 @@ def _figure(plt: Any, found: Chart, text: str) -> Any:
     columns = max(len(row.panels) for row in found.rows)
     bars = all(p.kind == "bars" for p in found.panels)
     heights = [
-        max(0.6 + 0.28 * len(p.series) if p.kind == "bars" else 3.0 for p in row.panels)
+        max(1.25 + 0.28 * len(p.series) if p.kind == "bars" else 3.0 for p in row.panels)
         for row in found.rows
     ]
     scattered = any(p.kind == "scatter" for p in found.panels)
