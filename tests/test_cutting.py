@@ -376,3 +376,41 @@ def test_static_indices_inside_a_scan_are_known_under_jit():
     found = jax.jit(mw.value_and_grad(loss, method=plan))(*args)
     expected = jax.value_and_grad(loss)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, expected)
+
+
+def derivatives_in_a_loop(w, x):
+    """Two states of which the second hardly matters: cotangents that differ by many orders."""
+
+    def body(carry, w):
+        a, b = carry
+        g = jax.grad(lambda y: jnp.sum(jnp.tanh(y @ w) * b))(a)
+        h = jax.jvp(lambda y: jnp.tanh(y @ w @ w.T), (g,), (a,))[1]
+        return (h + a, b * jnp.sin(g @ w)), g
+
+    (a, b), ys = lax.scan(body, (x, x), w)
+    last = lambda c, y: ((c[0] @ w[0] * c[1] + y, jnp.tanh(c[0] * c[1]) @ w[1]), None)
+    (a, b), _ = lax.scan(last, (a, b), ys)
+    return jnp.mean(a * b) + jnp.sum(ys)
+
+
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 6))])
+def test_crossing_paths_in_a_loop_are_not_walked(seed):
+    """A walk would subtract cotangents there, and its certificate would raise on an exact gradient."""
+    w, x = 0.6 * normal(4, 4, 4, seed=seed), normal(6, 4, seed=50)
+    found = mw.value_and_grad(derivatives_in_a_loop, method=mw.Moonwalk(walk="always"))(w, x)
+    close(found, jax.value_and_grad(derivatives_in_a_loop)(w, x))
+
+
+@pytest.mark.slow
+def test_skips_in_each_other_beyond_the_recursion_limit():
+    def loss(ws, x):
+        skips = []
+        for w in ws:
+            skips.append(x)
+            x = jnp.tanh(x @ w)
+        for w in reversed(ws):
+            x = jnp.tanh(x @ w) * skips.pop()
+        return jnp.sum(x)
+
+    ws, x = [jax.ShapeDtypeStruct((4, 4), float)] * 400, jnp.ones((8, 4))
+    assert mw.plan(loss, ws, x, method=mw.Checkpoint()).segments

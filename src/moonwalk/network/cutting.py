@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -301,6 +301,7 @@ def build(
     pieces = opener.cut(eqns_of_network, outputs, forks, results=jaxpr.outvars)
     outputs = [pieces.restored.get(v, v) if _is_var(v) else v for v in outputs]
     opener.add_all(pieces)
+    opener.finish()
     results = frozenset(v for v in (*jaxpr.outvars, *outputs) if _is_var(v))
     weights_of_network = active - on_network
     network = Network(
@@ -522,6 +523,7 @@ class _Opener:
         self.place = {id(v): i for i, e in enumerate(order) for v in e.outvars}
         self.active = set(active)
         self.parts: list[tuple[Block, Service]] = []
+        self.waiting: list[tuple[Sequence[JaxprEqn], Cutter]] = []
         self.rules: dict[Any, tuple[Block, Rule | None, Verdict]] = {}
 
     def cut(
@@ -560,10 +562,18 @@ class _Opener:
             self.active.update(copies)
             fork = Fork((), (v,), tuple(copies), ())
             self.parts.append((fork, Service(None, Verdict(True, "copies a state"))))
-        for group in pieces.groups:
-            self.add(group, pieces.cutter)
+        self.waiting += [(group, pieces.cutter) for group in reversed(pieces.groups)]
 
-    def add(self, group: Sequence[JaxprEqn], cutter: Cutter) -> None:
+    def finish(self) -> None:
+        """Add what `add_all` left. Groups that are opened leave others, which come next.
+
+        A list rather than a recursion: networks with hundreds of skips in each other are opened one by
+        one.
+        """
+        while self.waiting:
+            self._add(*self.waiting.pop())
+
+    def _add(self, group: Sequence[JaxprEqn], cutter: Cutter) -> None:
         """Add one group of a cut, opened if it is heavy and no rule serves it."""
         group = self.prologues.absorbed(group)
         block = cutter.block(group)
@@ -583,8 +593,9 @@ class _Opener:
         """Fork a variable with several readers in the block whose results are joined late."""
         if len(block.eqns) == 1 and block.eqns[0].primitive is lax.scan_p:
             return self._open_scan(block)
+        readers, leaving = self._readers(block.eqns), set(block.outputs)
         for v in (*block.inputs, *(o for e in block.eqns for o in e.outvars if o in self.active)):
-            uses = self._uses(block, v)
+            uses = self._uses(v, block.eqns, readers, leaving)
             if len(uses) < 2:
                 continue
             copies = [Copy(v) for _ in uses]
@@ -607,45 +618,72 @@ class _Opener:
         if sum(map(_products, block.eqns)) < 2:
             return False
         eqns = [e for e in block.eqns if not self.prologues.fixed.issuperset(e.outvars)]
+        readers, leaving = self._readers(eqns), set(block.outputs)
         forks: list[tuple[Any, list[Any]]] = []
+        read: dict[tuple[int, Any], Any] = {}  # what an equation reads instead of a variable
+        source: dict[Any, Any] = {}  # what is made instead of a variable
         for v in (*block.inputs, *(o for e in eqns for o in e.outvars if o in self.active)):
-            readers = [e for e in eqns if _carries(e, self.active) and any(u is v for u in e.invars)]
-            leaves = v in block.outputs
-            if len(readers) + leaves < 2 or self._rejoins(v, eqns, block.outputs):
+            found = readers.get(v, [])
+            if len(found) + (v in leaving) < 2 or self._rejoins(v, eqns, readers, leaving):
                 continue
-            copy_of = {id(e): Copy(v) for e in readers}
-            copies, source = list(copy_of.values()), v
-            if leaves:  # outside, the copy that leaves has the variable's name
-                source = Copy(v)
+            copies = [Copy(v) for _ in found]
+            read.update(((i, v), copy) for i, copy in zip(found, copies, strict=True))
+            if v in leaving:  # outside, the copy that leaves has the variable's name
+                source[v] = made = Copy(v)
                 copies.append(v)
-                self.active.add(source)
-                self.place[id(source)] = self.place.get(id(v), -1)
-            eqns = [_making(_reading(e, {v: copy_of.get(id(e), source)}), {v: source}) for e in eqns]
-            forks.append((source, copies))
+                self.active.add(made)
+                self.place[id(made)] = self.place.get(id(v), -1)
+            forks.append((source.get(v, v), copies))
+        eqns = [
+            _making(
+                _reading(e, {v: read.get((i, v), source.get(v, v)) for v in e.invars if _is_var(v)}),
+                source,
+            )
+            for i, e in enumerate(eqns)
+        ]
         pieces = self.cut(eqns, block.outputs, forks, results=block.exports)
         if pieces.is_whole:
             return False
         self.add_all(pieces)
         return True
 
-    def _rejoins(self, v: Any, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> bool:
+    def _readers(self, eqns: Sequence[JaxprEqn]) -> dict[Any, list[int]]:
+        """For each variable, the places of the equations on the path that read it."""
+        found: dict[Any, list[int]] = {}
+        for i, e in enumerate(eqns):
+            if _carries(e, self.active):
+                for v in dict.fromkeys(filter(_is_var, e.invars)):
+                    found.setdefault(v, []).append(i)
+        return found
+
+    def _rejoins(
+        self,
+        v: Any,
+        eqns: Sequence[JaxprEqn],
+        readers: Mapping[Any, Sequence[int]],
+        leaving: Collection[Any],
+    ) -> bool:
         """Whether what light steps make of a variable, reading nothing else, ends in a single one."""
-        inside = {v}
-        unread: Counter[Any] = Counter(u for u in outputs)
-        eqns = [e for e in eqns if _carries(e, self.active)]
-        for e in eqns:
-            unread.update(dict.fromkeys(filter(_is_var, e.invars), 1))
-        for e in eqns:
-            reads = [u for u in dict.fromkeys(filter(_is_var, e.invars)) if u in self.active]
-            if inside.isdisjoint(reads):
+        left = {v: len(readers.get(v, ())) + (v in leaving)}  # how often each is still to be read
+        pending, seen = list(readers.get(v, ())), set[int]()
+        heapq.heapify(pending)
+        while pending:
+            i = heapq.heappop(pending)
+            if i in seen:
                 continue
-            if is_heavy(e) or not inside.issuperset(reads):
+            seen.add(i)
+            reads = [u for u in dict.fromkeys(filter(_is_var, eqns[i].invars)) if u in self.active]
+            if is_heavy(eqns[i]) or not left.keys() >= set(reads):
                 return False
-            unread.subtract(reads)
-            inside.update(e.outvars)
-            left = [u for u in inside if unread[u]]
-            if len(left) == 1:
-                return left[0] is not v
+            for u in reads:
+                left[u] -= 1
+            for o in eqns[i].outvars:
+                left[o] = len(readers.get(o, ())) + (o in leaving)
+                for j in readers.get(o, ()):
+                    heapq.heappush(pending, j)
+            alive = [u for u, count in left.items() if count]
+            if len(alive) == 1:
+                return alive[0] is not v
         return False
 
     def _open_scan(self, block: Block) -> bool:
@@ -666,57 +704,64 @@ class _Opener:
         self.add_all(self.cut(split, block.outputs, forks, results=block.exports))
         return True
 
-    def _uses(self, block: Block, v: Any) -> list[list[JaxprEqn]]:
+    def _uses(
+        self,
+        v: Any,
+        eqns: Sequence[JaxprEqn],
+        readers: Mapping[Any, Sequence[int]],
+        leaving: Collection[Any],
+    ) -> list[list[JaxprEqn]]:
         """The readers of v, grouped: paths that meet before all paths have met share a group."""
-        eqns = [e for e in block.eqns if _carries(e, self.active)]
-        readers = [e for e in eqns if any(u is v for u in e.invars)]
-        if len(readers) < 2 or v in block.outputs:
-            return [readers]
-        remaining: dict[Any, int] = {}
-        for e in eqns:
-            for u in dict.fromkeys(u for u in e.invars if _is_var(u)):
-                remaining[u] = remaining.get(u, 0) + 1
-        for u in block.outputs:
-            remaining[u] = remaining.get(u, 0) + 1
-        # colours: which readers a variable descends from; where all paths meet, nothing else is live
-        colours: dict[Any, set[int]] = {}
-        reached: list[tuple[JaxprEqn, set[int]]] = []
-        live: set[Any] = {v}
-        for e in eqns:
-            found: set[int] = set()
-            for u in e.invars:
-                if _is_var(u):
-                    found |= colours.get(u, set())
-            direct = any(u is v for u in e.invars)
-            own = {readers.index(e)} if direct else set()
-            for u in dict.fromkeys(u for u in e.invars if _is_var(u)):
-                remaining[u] -= 1
-                if not remaining[u]:
-                    live.discard(u)
-            if not found and not own:
-                continue
-            if not live and len(found | own) == len(readers):
-                break  # all paths meet here; what meets only here stays apart
-            for o in e.outvars:
-                if o in self.active:
-                    colours[o] = found | own
-                    if remaining.get(o):
-                        live.add(o)
-            reached.append((e, found | own))
-        group = list(range(len(readers)))
+        own = readers.get(v, ())
+        if len(own) < 2 or v in leaving:
+            return [[eqns[i] for i in own]]
+        place = {i: k for k, i in enumerate(own)}
+        group = list(range(len(own)))
+        count = len(group)
 
         def find(i: int) -> int:
             while group[i] != i:
                 i = group[i]
             return i
 
-        for _, found in reached:
+        # colours: which readers a variable descends from; where all paths meet, nothing else is live
+        colours: dict[Any, set[int]] = {}
+        remaining: dict[Any, int] = {}  # of v and its descendants, how often each is still to be read
+        live: set[Any] = {v}
+        pending, reached = list(own), set[int]()
+        heapq.heapify(pending)
+        remaining[v] = len(own)
+        while pending and count > 1:
+            i = heapq.heappop(pending)
+            if i in reached:
+                continue
+            reached.add(i)
+            reads = dict.fromkeys(filter(_is_var, eqns[i].invars))
+            found = set[int]().union(*(colours.get(u, ()) for u in reads))
+            found |= {place[i]} if i in place else set()
+            for u in reads:
+                if u in remaining:
+                    remaining[u] -= 1
+                    if not remaining[u]:
+                        live.discard(u)
+            if not live and len(found) == len(own):
+                break  # all paths meet here; what meets only here stays apart
+            for o in eqns[i].outvars:
+                if o in self.active:
+                    colours[o] = found
+                    remaining[o] = len(readers.get(o, ())) + (o in leaving)
+                    if remaining[o]:
+                        live.add(o)
+                    for j in readers.get(o, ()):
+                        heapq.heappush(pending, j)
             first, *rest = sorted(found)
             for other in rest:
-                group[find(other)] = find(first)
+                one, two = find(other), find(first)
+                count -= one != two
+                group[one] = two
         together: dict[int, list[JaxprEqn]] = {}
-        for i, e in enumerate(readers):
-            together.setdefault(find(i), []).append(e)
+        for k, i in enumerate(own):
+            together.setdefault(find(k), []).append(eqns[i])
         return list(together.values())
 
     def nodes(self, weights: set[Any]) -> list[Node]:

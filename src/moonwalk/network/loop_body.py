@@ -80,6 +80,8 @@ def open_body(node: Node, fixed: frozenset[Any], numbers: frozenset[Any] = froze
         outputs=outputs,
         volatile=[jaxpr.invars[i] for i in volatile],
         constants=cutting.small(jaxpr.constvars) + cutting.small(jaxpr.invars[i] for i in unread),
+        # Only a walk looks into a body, and at a crossing it would have to subtract cotangents.
+        crossings=False,
         **graph.facts_inside_scan(block, jaxpr, consts),
     )
     on_way = {v for n in network.nodes for v in n.block.outputs} | set(network.state)

@@ -79,10 +79,13 @@ def _smallest(made: Draft, seen: list[Choice], walking: list[Proposer] | None = 
     best = _with_walks(made, seen, [] if walking is None else walking)
     if made.is_settled:
         return best
+    near = seen
     if made.plain.peak <= report.WORTH * best.peak:
         best = made.plain
+        # A walk has to save a tenth. Otherwise none may be known: those that cannot are not priced.
+        near = [c for c in seen if not c.walks]
     by_hand = checkpoint.by_hand(made.network, made.costs)
-    near = [best, *by_hand, *seen]
+    near = [best, *by_hand, *near]
     least = min(c.peak for c in near)
     # Close to the least, but never above what a checkpoint around every block would take.
     limit = max(least, min([report.WORTH * least, *(c.peak for c in by_hand[:1])]))

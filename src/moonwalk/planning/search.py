@@ -35,10 +35,14 @@ class Choice:
     chosen: Chosen = ()  # the offers that it is made of
 
     @property
+    def walks(self) -> bool:
+        """Whether any of its segments is walked."""
+        return any(s.facts.walks for s in self.segments)
+
+    @property
     def recovers(self) -> bool:
         """Whether its walks, if any, recover a cotangent: between anchors, recomputing does as well."""
-        facts = [s.facts for s in self.segments]
-        return not any(f.walks for f in facts) or any(f.recovers for f in facts)
+        return not self.walks or any(s.facts.recovers for s in self.segments)
 
 
 def priced(
