@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def _blocks(network: Network) -> list[range]:
     if 2 * period * count < len(carrying):
         # Blocks with several states between them (a graph's nodes and edges) are no pieces.
         heavy = [place for place, i in enumerate(carrying) if network.nodes[i].is_heavy]
-        alive = _carried(network)
+        alive = _alive(network, lambda v: nbytes(v.aval))
         wide = _shifted(_pattern(models, heavy), models, [alive[i] for i in carrying])
         if wide[0] * wide[2] > 2 * period * count:
             period, first, count = wide
@@ -162,16 +162,21 @@ def _pieces(network: Network) -> list[range]:
 
 def _narrow(network: Network) -> set[int]:
     """Places between nodes where at most one state that carries a cotangent is alive."""
-    alive = [0] * (len(network.nodes) + 2)
+    return {i for i, n in enumerate(_alive(network, lambda v: 1)) if n <= 1}
+
+
+def _alive(network: Network, weigh: Callable[[Any], int]) -> list[int]:
+    """The weight of the states that carry a cotangent and are alive before each node."""
+    change = [0] * (len(network.nodes) + 2)
     born = {v: 0 for v in network.state}
     for i, node in enumerate(network.nodes):
         born.update((v, i + 1) for v in node.block.outputs)
     for v, i in born.items():
         last = network.last_read.get(v, -1)
         if last >= i:
-            alive[i] += 1
-            alive[last + 1] -= 1
-    return {i for i, n in enumerate(itertools.accumulate(alive[:-1])) if n <= 1}
+            change[i] += weigh(v)
+            change[last + 1] -= weigh(v)
+    return list(itertools.accumulate(change[:-1]))
 
 
 def _key(network: Network, piece: range) -> tuple[Any, ...]:
@@ -225,20 +230,6 @@ def _shifted(
     within = range(first, min(first + period, stop - 2 * period + 1))
     start = min(within, key=lambda i: max(alive[i:stop:period]), default=first)
     return period, start, (stop - start) // period
-
-
-def _carried(network: Network) -> list[int]:
-    """Bytes of the states that carry a cotangent, alive before each node."""
-    born = {v: 0 for v in network.state}
-    change = [0] * (len(network.nodes) + 2)
-    for i, node in enumerate(network.nodes):
-        born.update((v, i + 1) for v in node.block.outputs)
-    for v, i in born.items():
-        last = network.last_read.get(v, -1)
-        if last >= i:
-            change[i] += nbytes(v.aval)
-            change[last + 1] -= nbytes(v.aval)
-    return list(itertools.accumulate(change[:-1]))
 
 
 def _is_loop(node: Node) -> bool:
